@@ -1,0 +1,55 @@
+"""Merge fine-tuned models into one, from the weights alone.
+
+    import acemerge
+
+    acemerge.merge("base", ["expert-a", "expert-b"], "merged", method="ace")
+
+Names are imported when first used, so that `acemerge --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from acemerge.api import merge, merge_state_dicts, merge_task_vectors
+    from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
+    from acemerge.heads import export_expert, load_expert_head
+    from acemerge.methods import all_methods, get_method
+
+_HOME = {
+    "merge": "acemerge.api",
+    "merge_state_dicts": "acemerge.api",
+    "merge_task_vectors": "acemerge.api",
+    "AcemergeError": "acemerge.errors",
+    "InputError": "acemerge.errors",
+    "MergeError": "acemerge.errors",
+    "PreflightError": "acemerge.errors",
+    "export_expert": "acemerge.heads",
+    "load_expert_head": "acemerge.heads",
+    "all_methods": "acemerge.methods",
+    "get_method": "acemerge.methods",
+}
+
+__all__ = [
+    "AcemergeError",
+    "InputError",
+    "MergeError",
+    "PreflightError",
+    "all_methods",
+    "export_expert",
+    "get_method",
+    "load_expert_head",
+    "merge",
+    "merge_state_dicts",
+    "merge_task_vectors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'acemerge' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,5 @@
+"""`python -m acemerge`."""
+
+from acemerge.cli import main
+
+main()

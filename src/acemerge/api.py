@@ -1,0 +1,128 @@
+"""The Python interface: a checkpoint on disk, a state dict in memory, or one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from acemerge.checkpoint import from_state_dict
+from acemerge.methods import get_method
+from acemerge.pipeline import MergeResult, run_merge
+from acemerge.plan import build_plan
+from acemerge.recipe import Orientation, make_recipe
+from acemerge.task_vectors import merge_tensor
+
+Model = str | PathLike[str]
+
+
+def merge(
+    base: Model,
+    experts: Sequence[Model] | Mapping[str, Model],
+    output: Model,
+    method: str = "ace",
+    *,
+    tensors: Sequence[Mapping[str, Any]] = (),
+    preset: str = "auto",
+    orientation: Orientation = "canonical",
+    missing: str = "error",
+    dtype: str | None = None,
+    shard_size: int | str = "5GB",
+    device: str = "cpu",
+    threads: int | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    offline: bool = False,
+    quiet: bool = True,
+    **options: Any,
+) -> MergeResult:
+    """Merge checkpoints on disk (or hub ids) into the folder `output`: the same as `acemerge merge`.
+
+    `experts` may be a mapping of names to models. Further keywords are the method's options, such as epsilon=1e-5.
+    """
+    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
+    recipe = make_recipe(
+        {
+            "base": str(base),
+            "experts": [{"model": str(model), "name": name} for name, model in pairs],
+            "method": method,
+            "options": options,
+            "tensors": [dict(rule) for rule in tensors],
+            "preset": preset,
+            "orientation": orientation,
+            "missing": missing,
+            "dtype": dtype,
+            "shard_size": shard_size,
+        },
+        "acemerge.merge",
+    )
+    return run_merge(
+        recipe,
+        Path(output),
+        device=device,
+        threads=threads,
+        resume=resume,
+        overwrite=overwrite,
+        offline=offline,
+        quiet=quiet,
+    )
+
+
+def merge_state_dicts(
+    base: Mapping[str, Tensor],
+    experts: Sequence[Mapping[str, Tensor]] | Mapping[str, Mapping[str, Tensor]],
+    method: str = "ace",
+    *,
+    config: Mapping[str, Any] | None = None,
+    tensors: Sequence[Mapping[str, Any]] = (),
+    preset: str = "auto",
+    orientation: Orientation = "canonical",
+    missing: str = "error",
+    device: str = "cpu",
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Merge state dicts in memory and return one with the base's names and dtypes; the inputs are left untouched.
+
+    The same plan as for checkpoints on disk. `config` is the base's config as a mapping, for presets that depend on it.
+    Task heads stay at the base's value.
+    """
+    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(f"expert {i}", e) for i, e in enumerate(experts)]
+    recipe = make_recipe(
+        {
+            "base": "base",
+            "experts": [{"model": name} for name, _ in pairs],
+            "method": method,
+            "options": options,
+            "tensors": [dict(rule) for rule in tensors],
+            "preset": preset,
+            "orientation": orientation,
+            "missing": missing,
+        },
+        "acemerge.merge_state_dicts",
+    )
+    opened = [from_state_dict(expert, name) for name, expert in pairs]
+    plan = build_plan(recipe, from_state_dict(base, "base"), opened, config or {})
+    merged = {}
+    for planned in plan.tensors:
+        value = merge_tensor(plan, planned, torch.device(device)).value
+        # A tensor that was kept comes back as the base's own memory: hand out a copy.
+        merged[planned.name] = value.clone() if value.data_ptr() == base[planned.name].data_ptr() else value
+    merged |= {copy: merged[original] for copy, original in plan.omitted.items()}
+    return {name: merged[name] for name in base}
+
+
+def merge_task_vectors(task_vectors: Float[Tensor, task * shape], method: str = "ace", **options: Any) -> Float[Tensor, "*shape"]:
+    """Merge one tensor's task vectors [task, out, in] into one [out, in], in the dtype given. Pure.
+
+    >>> import torch
+    >>> merge_task_vectors(torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]]), method="average")
+    tensor([[2., 4.]])
+    """
+    chosen = get_method(method)
+    merged = chosen(task_vectors, chosen.options(options).resolve({}))
+    return merged.delta.to(task_vectors.dtype)

@@ -1,0 +1,318 @@
+"""Checkpoints: what the headers say, and lazy reads of one tensor at a time.
+
+Opening one reads headers only. Reading a tensor gives a view of the memory-mapped file: its pages belong to the page cache,
+not to this process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from acemerge.errors import InputError, PreflightError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# safetensors' names for dtypes -> torch's, and the size of one element in bytes.
+_SAFETENSORS_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "BOOL": "bool", "C64": "complex64",
+}  # fmt: skip
+SAFETENSORS_NAME = {torch_name: name for name, torch_name in _SAFETENSORS_DTYPES.items()}
+MERGEABLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<kind>safetensors|bin)")
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def element_size(dtype: str) -> int:
+    """Bytes of one element of a torch dtype.
+
+    >>> element_size("bfloat16"), element_size("float8_e4m3fn"), element_size("bool")
+    (2, 1, 1)
+    """
+    if dtype == "bool":
+        return 1
+    if dtype == "bfloat16":
+        return 2
+    match = re.match(r"\D+(\d+)", dtype)
+    assert match is not None, dtype
+    return int(match[1]) // 8
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file's header says about one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes as stored."""
+        return self.elements * element_size(self.dtype)
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether its numbers can be averaged: integers, booleans and 8-bit floats cannot."""
+        return self.dtype in MERGEABLE_DTYPES
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model: its tensors' headers in file order, and a way to read each lazily."""
+
+    name: str
+    tensors: Mapping[str, TensorHeader]
+    read: Callable[[str], Tensor]
+    location: Path | None = None
+    files: tuple[Path, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Tensors stored under a second name, -> the first name."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder whose other files (config, tokenizer) belong to this model; none for a bare weights file."""
+        return self.location if self.location is not None and self.location.is_dir() else None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json, or nothing."""
+        path = self.folder / "config.json" if self.folder else None
+        if path is None or not path.is_file():
+            return {}
+        return read_json(path)
+
+    @cached_property
+    def where(self) -> str:
+        """How messages name it."""
+        return f"'{self.name}' ({self.location})" if self.location else f"'{self.name}'"
+
+    def side_files(self) -> Iterator[Path]:
+        """Files beside the weights, at the folder's top level: config, tokenizer, preprocessor, chat template..."""
+        if self.folder is None:
+            return
+        for path in sorted(self.folder.iterdir()):
+            is_weights = path.name.endswith((*_WEIGHT_SUFFIXES, ".index.json", ".h5", ".msgpack", ".onnx", ".gguf"))
+            hidden = path.name.startswith(".")
+            if path.is_file() and not hidden and not is_weights and path.name not in NOT_COPIED:
+                yield path
+
+
+NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_args.bin"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or an error that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error}). Restore the file from where the model came.") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def open_checkpoint(path: Path, name: str) -> Checkpoint:
+    """Open a Hugging Face folder or a single weights file; reads headers only."""
+    files = _weight_files(path)
+    parts = [_open_file(file) for file in files]
+    tensors: dict[str, TensorHeader] = {}
+    owner: dict[str, _WeightsFile] = {}
+    for part in parts:
+        for tensor, header in part.tensors.items():
+            if tensor in owner:
+                raise InputError(f"{path}: tensor '{tensor}' is in both {owner[tensor].path.name} and {part.path.name}")
+            tensors[tensor], owner[tensor] = header, part
+    if not tensors:
+        raise InputError(f"{path}: holds no tensors")
+    _check_index(path, owner)
+    tied = {copy: original for part in parts for copy, original in part.tied.items()}
+    return Checkpoint(name, tensors, lambda tensor: owner[tensor].read(tensor), path, tuple(files), tied)
+
+
+def from_state_dict(state_dict: Mapping[str, Tensor], name: str) -> Checkpoint:
+    """An in-memory checkpoint. Its tensors are handed out as they are: readers do not write to them."""
+    headers = {key: _header_of(tensor) for key, tensor in state_dict.items()}
+    return Checkpoint(name, headers, state_dict.__getitem__, tied=_shared_storage(state_dict))
+
+
+def _header_of(tensor: Tensor) -> TensorHeader:
+    return TensorHeader(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+# --- which files make up a model ---------------------------------------------------------------------------------------
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files that hold a model's weights, or an error that says what was found instead."""
+    if path.is_file():
+        if not path.name.endswith(_WEIGHT_SUFFIXES):
+            raise InputError(f"{path}: not a weights file; expected a folder or one of {', '.join(_WEIGHT_SUFFIXES)}")
+        return [path]
+    if (path / "adapter_config.json").is_file():
+        raise InputError(
+            f"{path}: a PEFT adapter, not a full model. Merge it into its base first "
+            "(peft's merge_and_unload, then save_pretrained) and give that folder"
+        )
+    for stem, kind in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = path / f"{stem}.{kind}.index.json"
+        if index.is_file():
+            return _indexed_shards(index)
+        if (path / f"{stem}.{kind}").is_file():
+            return [path / f"{stem}.{kind}"]
+    return _unindexed_files(path)
+
+
+def _indexed_shards(index: Path) -> list[Path]:
+    shards = list(dict.fromkeys(_weight_map(index).values()))
+    strange = [shard for shard in shards if Path(shard).name != shard]
+    if strange:
+        raise InputError(f"{index}: shard names must be plain file names beside the index, found {strange[0]!r}")
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise PreflightError(f"{index.parent / shard}: missing, but named in {index.name}; download it" for shard in missing)
+    return [index.parent / shard for shard in shards]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise InputError(f"{index}: has no 'weight_map' of tensor names to shard files")
+    return weight_map
+
+
+def _unindexed_files(path: Path) -> list[Path]:
+    """A folder with no standard name or index: a full set of numbered shards, or one single weights file."""
+    present = sorted(p for p in path.iterdir() if p.name.endswith(_WEIGHT_SUFFIXES) and p.name != "training_args.bin")
+    safetensors = [p for p in present if p.suffix == ".safetensors"]
+    candidates = safetensors or present
+    numbered = [(p, match) for p in candidates if (match := _SHARD.fullmatch(p.name))]
+    if numbered and len(numbered) == len(candidates):
+        count = int(numbered[0][1]["count"])
+        found = {int(match["number"]) for _, match in numbered}
+        if found != set(range(1, count + 1)):
+            absent = sorted(set(range(1, count + 1)) - found)
+            raise InputError(f"{path}: {len(found)} of {count} shards found; number {absent[0]} is missing; download it")
+        return candidates
+    if len(candidates) == 1:
+        return candidates
+    found_names = ", ".join(p.name for p in candidates) or "no weights at all"
+    raise InputError(f"{path}: expected model.safetensors, pytorch_model.bin or an index of shards; found {found_names}")
+
+
+def _check_index(path: Path, owner: Mapping[str, _WeightsFile]) -> None:
+    """Every tensor the index promises must be in the shard it names."""
+    index = next((path / f"{stem}.index.json" for stem in ("model.safetensors", "pytorch_model.bin")
+                  if path.is_dir() and (path / f"{stem}.index.json").is_file()), None)  # fmt: skip
+    if index is None:
+        return
+    problems = [
+        f"{index.parent / shard}: tensor '{tensor}' is missing, but named in {index.name}"
+        for tensor, shard in _weight_map(index).items()
+        if tensor not in owner or owner[tensor].path.name != shard
+    ]
+    if problems:
+        raise PreflightError(problems)
+
+
+# --- one file ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _WeightsFile:
+    path: Path
+    tensors: Mapping[str, TensorHeader]
+    read: Callable[[str], Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+def _open_file(path: Path) -> _WeightsFile:
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
+
+
+def _open_safetensors(path: Path) -> _WeightsFile:
+    try:
+        handle: Any = safe_open(path, framework="pt")  # its methods are untyped
+        headers = {}
+        for name in handle.offset_keys():
+            entry = handle.get_slice(name)
+            dtype = entry.get_dtype()
+            if dtype not in _SAFETENSORS_DTYPES:
+                raise InputError(f"{path}: tensor '{name}' has dtype {dtype}, which acemerge cannot read")
+            headers[name] = TensorHeader(_SAFETENSORS_DTYPES[dtype], tuple(entry.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a whole safetensors file ({error}). Download or save it again.") from None
+    return _WeightsFile(path, headers, handle.get_tensor)
+
+
+def _open_pickle(path: Path) -> _WeightsFile:
+    """A torch.save file, read without running code and, unless it is in torch's pre-1.6 format, memory-mapped."""
+    state_dict = _unwrap(_load_weights_only(path), path)
+    headers = {name: _header_of(tensor) for name, tensor in state_dict.items()}
+    return _WeightsFile(path, headers, state_dict.__getitem__, _shared_storage(state_dict))
+
+
+def _load_weights_only(path: Path) -> Any:
+    import torch
+
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling untrusted bytes can fail in any way
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"{path}: cannot be loaded safely as plain tensors ({first_line}). If you trust the file, convert it where its "
+            "code is installed: safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
+        ) from None
+
+
+def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict inside a training checkpoint: {'state_dict': ...}, {'model': ...}, at any depth."""
+    import torch
+
+    while isinstance(content, Mapping):
+        wrapper = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if wrapper is None:
+            tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+            if tensors:
+                return tensors
+            break
+        content = content[wrapper]
+    raise InputError(f"{path}: holds no state dict of tensors (found {type(content).__name__}); save model.state_dict()")
+
+
+def _shared_storage(state_dict: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names that view exactly the same memory as an earlier name: tied weights in a torch.save file."""
+    first: dict[tuple[Any, ...], str] = {}
+    tied = {}
+    for name, tensor in state_dict.items():
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            continue
+        memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        original = first.setdefault(memory, name)
+        if original != name:
+            tied[name] = original
+    return tied

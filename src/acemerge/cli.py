@@ -1,0 +1,281 @@
+"""The command line: verbs only. Everything they do is in the library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acemerge import __version__
+from acemerge.errors import AcemergeError, InputError
+from acemerge.recipe import Recipe, make_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from acemerge.pipeline import MergeResult
+    from acemerge.plan import Plan
+
+app = typer.Typer(
+    name="acemerge",
+    help="""Merge fine-tuned models into one, from the weights alone: no data, no training.
+
+    A first merge:  acemerge merge BASE EXPERT EXPERT -o OUT
+    What it would do, without doing it:  acemerge plan BASE EXPERT EXPERT
+    """,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="BASE EXPERT...",
+        help="The base and its fine-tunes: folders, weight files or hub ids (org/name[@revision]). Or one recipe.yaml.",
+    ),
+]
+MethodName = Annotated[
+    str | None, typer.Option("-m", "--method", help="Merging method, 'ace' by default; see `acemerge methods`.")
+]
+Settings = Annotated[
+    list[str],
+    typer.Option("-s", "--set", metavar="KEY=VALUE", help="An option of the method, such as epsilon=1e-5; repeatable."),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="Which tensors merge: auto (from the base's config), bert, gpt2, llm, t5, vit or generic."),
+]
+OrientationName = Annotated[
+    str | None,
+    typer.Option(help="canonical: matrices as [out, in] whatever their storage. stored: as they lie in the file."),
+]
+Missing = Annotated[
+    str | None,
+    typer.Option(help="A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it."),
+]
+OutputDtype = Annotated[str | None, typer.Option("--dtype", help="Output dtype; by default each tensor keeps the base's.")]
+ShardSize = Annotated[str | None, typer.Option(help="Largest output file, 5GB by default.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network; hub ids come from the local cache.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output, for programs.")]
+Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.", hidden=False)]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"acemerge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("merge")
+def merge_command(
+    models: Models,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
+    method: MethodName = None,
+    settings: Settings = [],  # noqa: B006
+    preset: Preset = None,
+    orientation: OrientationName = None,
+    missing: Missing = None,
+    dtype: OutputDtype = None,
+    shard_size: ShardSize = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume/--no-resume", help="Go on from the finished shards of an interrupted run of the same merge."),
+    ] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier acemerge output.")] = False,
+    offline: Offline = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no summary; errors only.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Also list every tensor: what was done, and how it came out.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """Merge a base's fine-tunes into one model.
+
+    [bold]acemerge merge llama llama-math llama-code -o merged[/]          ACE-Merging, the default
+
+    [bold]acemerge merge gpt2 a b c -o out -m ace -s epsilon=4e-2[/]        one option set
+
+    [bold]acemerge merge recipe.yaml -o out[/]                             the same from a file, plus per-tensor rules
+
+    The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
+    heads/; `acemerge head` makes a model for one task. If the run is interrupted, repeat the command to go on.
+    """
+    from acemerge.pipeline import run_merge
+
+    recipe, relative_to = _recipe(models, settings, _given(method, preset, orientation, missing, dtype, shard_size))
+    result = run_merge(
+        recipe, output, relative_to=relative_to, device=device, threads=threads, resume=resume, overwrite=overwrite,
+        offline=offline, quiet=quiet or as_json,
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(_result_json(result), indent=1))
+    elif not quiet:
+        _print_result(result, verbose)
+
+
+@app.command("plan")
+def plan_command(
+    models: Models,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also check that this output can be written.")] = None,
+    method: MethodName = None,
+    settings: Settings = [],  # noqa: B006
+    preset: Preset = None,
+    orientation: OrientationName = None,
+    missing: Missing = None,
+    dtype: OutputDtype = None,
+    shard_size: ShardSize = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """Show what a merge would do to every tensor, and what it would cost.
+
+    Reads headers only: no tensor data. Reports every problem that the headers can show.
+    """
+    from acemerge.pipeline import find_sources, make_plan
+    from acemerge.writer import check_output, check_space
+
+    recipe, relative_to = _recipe(models, settings, _given(method, preset, orientation, missing, dtype, shard_size))
+    if output is not None:
+        check_output(output, overwrite=False)
+    plan = make_plan(recipe, find_sources(recipe, relative_to, offline))
+    if output is not None and (problem := check_space(output, plan.output_bytes)):
+        raise InputError(problem)
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        _print_plan(plan)
+
+
+@app.command("methods")
+def methods_command(
+    name: Annotated[str | None, typer.Argument(help="A method, for its options; all methods without it.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """List the merging methods, or describe one: what it does, its options, defaults, ranges and paper."""
+    from acemerge.display import describe_method, list_methods, method_json
+    from acemerge.methods import all_methods, get_method
+
+    chosen = [get_method(name)] if name else all_methods()
+    if as_json:
+        print(json.dumps([method_json(method) for method in chosen], indent=1))
+    elif name:
+        describe_method(chosen[0])
+    else:
+        list_methods(chosen)
+
+
+@app.command("head")
+def head_command(
+    merged: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` wrote, with heads/ in it.")],
+    expert: Annotated[str, typer.Argument(help="Which expert's head: a folder name under heads/.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """Make a model for one task: the merged backbone with that expert's own head, config and tokenizer.
+
+    [bold]acemerge head merged sst2 -o merged-sst2[/]
+    """
+    from acemerge.heads import export_expert
+
+    export_expert(merged, expert, output, overwrite=overwrite)
+    print(f"{output}: merged backbone with the head of '{expert}'")
+
+
+def _given(*values: str | None) -> dict[str, Any]:
+    names = ("method", "preset", "orientation", "missing", "dtype", "shard_size")
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+
+
+def _recipe(models: list[str], settings: list[str], flags: dict[str, Any]) -> tuple[Recipe, Path]:
+    """The recipe that the arguments describe, and the folder its paths are relative to. Flags override a file's fields."""
+    options = _parse_settings(settings)
+    if len(models) == 1 and models[0].endswith((".yaml", ".yml")):
+        path = Path(models[0])
+        fields, origin = read_recipe(path), models[0]
+        relative_to = path.parent
+        # The file's options belong to its method.
+        same_method = flags.get("method") in (None, fields.get("method", "ace"))
+        options = {**(fields.get("options") or {}), **options} if same_method else options
+    else:
+        fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, "command line", Path()
+    for name in options:
+        if name in ("orientation", "preset", "dtype", "missing"):
+            raise InputError(f"-s {name}: not an option of a method; use --{name}")
+    return make_recipe({**fields, **flags, "options": options}, origin), relative_to
+
+
+def _parse_settings(settings: list[str]) -> dict[str, Any]:
+    import yaml
+
+    options = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise InputError(f"-s {setting}: write it as KEY=VALUE, such as epsilon=1e-5")
+        options[name.strip()] = _number(value) if (parsed := yaml.safe_load(value)) == value else parsed
+    return options
+
+
+def _number(text: str) -> float | str:
+    """YAML reads 1e-5 as text; people mean a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _print_plan(plan: Plan) -> None:
+    from acemerge.display import print_plan
+
+    print_plan(plan)
+
+
+def _print_result(result: MergeResult, verbose: bool) -> None:
+    from acemerge.display import print_result
+
+    print_result(result, verbose)
+
+
+def _result_json(result: MergeResult) -> dict[str, Any]:
+    return {
+        "output": str(result.output),
+        **result.plan.to_json(),
+        "tensors": list(result.tensors),
+        "warnings": result.warnings,
+    }
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 success, 1 the merge failed, 2 bad usage or input, 130 interrupted."""
+    try:
+        app()
+    except AcemergeError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"acemerge: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("acemerge: interrupted; repeat the command to go on from the finished shards", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

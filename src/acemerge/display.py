@@ -1,0 +1,119 @@
+"""How plans, results and methods look on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from acemerge.methods import Method
+from acemerge.pipeline import MergeResult
+from acemerge.plan import Action, Plan
+from acemerge.sizes import human_bytes
+
+_ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
+
+
+def _console() -> Console:
+    """As wide as the terminal; in a pipe, as wide as the content needs, so that nothing is cut."""
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def print_plan(plan: Plan) -> None:
+    """Every tensor's fate, then the totals."""
+    table = _table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
+    for tensor in plan.tensors:
+        shape = "x".join(map(str, tensor.header.shape)) or "scalar"
+        why = tensor.reason or (f"by {tensor.method}" + (", stored [in, out]" if tensor.transposed else ""))
+        table.add_row(tensor.name, shape, tensor.output_dtype, tensor.action, why)
+    for name, original in plan.omitted.items():
+        table.add_row(name, "", "", "tied", f"stored once, as {original}")
+    console = _console()
+    console.print(table)
+    _print_summary(plan, console)
+    console.print(
+        f"reads {human_bytes(plan.input_bytes)}, writes {human_bytes(plan.output_bytes)} in {len(plan.shards)} file(s), "
+        f"peak memory about {human_bytes(plan.peak_memory)} beyond the program itself, about {plan.flops / 1e9:.1f} GFLOP"
+    )
+
+
+def _print_summary(plan: Plan, console: Console) -> None:
+    options = ", ".join(f"{name}={value}" for name, value in asdict(plan.options).items())
+    counts = ", ".join(f"{plan.count(action)} {action}" for action in _ACTIONS)
+    tied = f", {len(plan.omitted)} tied" if plan.omitted else ""
+    console.print(f"method {plan.method.name} ({options})")
+    console.print(f"preset {plan.family.name}: {plan.family.about}; orientation {plan.recipe.orientation}")
+    console.print(f"{len(plan.tensors) + len(plan.omitted)} tensors: {counts}{tied}")
+    if plan.heads:
+        names = ", ".join(plan.experts[head.expert].name for head in plan.heads)
+        console.print(f"each expert's own head goes to heads/: {names}")
+    for note in plan.notes:
+        console.print(f"note: {note}")
+
+
+def print_result(result: MergeResult, verbose: bool) -> None:
+    """What was written and where; with `verbose`, how every merged tensor came out."""
+    console = _console()
+    if verbose:
+        table = _table("tensor", "fate", "gamma", "branch", "|M|/max|D_t|", "ridge share", right=["gamma", "|M|/max|D_t|"])
+        for record in result.tensors:
+            table.add_row(
+                record["name"], record["action"], _figure(record, "gamma"), str(record.get("branch", "")),
+                _figure(record, "norm_ratio"), _figure(record, "ridge_share"),
+            )  # fmt: skip
+        console.print(table)
+    _print_summary(result.plan, console)
+    branches = [record["branch"] for record in result.tensors if "branch" in record]
+    if branches:
+        console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
+    console.print(f"wrote {result.output} ({human_bytes(result.plan.output_bytes)})")
+
+
+def _figure(record: Any, name: str) -> str:
+    return f"{record[name]:.3g}" if name in record else ""
+
+
+def list_methods(methods: Sequence[Method]) -> None:
+    """One line each."""
+    table = _table("method", "what it does", "merges", "paper")
+    for method in methods:
+        table.add_row(method.name, method.summary.split("\n")[0], method.touches, method.paper)
+    console = _console()
+    console.print(table)
+    console.print("`acemerge methods NAME` describes one with its options.")
+
+
+def describe_method(method: Method) -> None:
+    """What it does, its options, its paper."""
+    console = _console()
+    console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
+    merges = "matrices; other tensors are averaged" if method.touches == "matrices" else "every floating-point tensor"
+    console.print(f"It merges {merges}. Set an option with -s NAME=VALUE.")
+    table = _table("option", "default", "allowed", "meaning")
+    for option in method.describe_options():
+        table.add_row(option.name, str(option.default), option.allowed, option.meaning)
+    console.print(table)
+
+
+def method_json(method: Method) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "name": method.name,
+        "title": method.title,
+        "paper": method.paper,
+        "summary": method.summary,
+        "touches": method.touches,
+        "options": [asdict(option) for option in method.describe_options()],
+    }

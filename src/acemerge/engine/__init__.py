@@ -1,0 +1,1 @@
+"""Engines: how a plan's shards are carried out."""

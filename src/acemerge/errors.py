@@ -1,0 +1,44 @@
+"""The errors a user can meet. Each message names what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AcemergeError(Exception):
+    """Anything acemerge refuses to do, or could not do. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class InputError(AcemergeError):
+    """The recipe, the options or the checkpoints cannot be used as given; nothing has been computed or written."""
+
+    exit_code = 2
+
+
+class MergeError(AcemergeError):
+    """The merge started and could not be completed; no output folder was published."""
+
+
+class PreflightError(InputError):
+    """Every problem that the checkpoints' headers reveal, reported together."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        heading = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__("\n".join([f"{heading} found before any work was done:", *(f"  - {p}" for p in self.problems)]))
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A closing hint for an unknown name: the nearest known one, or all of them.
+
+    >>> did_you_mean("epsilonn", ["epsilon", "tau"])
+    "did you mean 'epsilon'? Known: epsilon, tau"
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    listing = f"Known: {', '.join(known)}"
+    return f"did you mean '{near[0]}'? {listing}" if near else listing

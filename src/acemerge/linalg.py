@@ -1,0 +1,177 @@
+"""Where the speed lives: Gram matrices, ridge solves and leading singular directions, behind names from the maths.
+
+Everything here works in float64. The merge equations divide by small eigenvalues of Gram matrices, which square the
+condition number: float32 keeps two to four correct digits there on task vectors with decaying spectra, float64 keeps ten.
+CPU tensors go to BLAS/LAPACK through scipy (SYRK, POTRF, partial eigh: torch has none of them), other devices to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import scipy.linalg
+import torch
+from jaxtyping import Float
+from scipy.linalg import blas, lapack
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 2**22  # float64 elements converted at a time: 32 MiB
+
+
+def row_blocks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of rows small enough to convert to float64 without doubling a large tensor.
+
+    >>> list(row_blocks(3, 2**22))
+    [slice(0, 1, None), slice(1, 2, None), slice(2, 3, None)]
+    """
+    step = max(1, _BLOCK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
+    """|x|_F^2, accumulated in float64."""
+    flat = x.reshape(-1)
+    return sum(float(flat[block].double().square().sum()) for block in row_blocks(flat.numel(), 1))
+
+
+def add_gram(gram: Float[Tensor, "n n"], x: Float[Tensor, "rows n"], scale: float = 1.0) -> None:
+    """Lower triangle of `gram` += scale x^T x, in place: one symmetric rank-k update, half the work of a product."""
+    if gram.device.type == "cpu":
+        # Fortran sees a row-major matrix as its transpose, without a copy; the lower triangle of `gram` is its upper one.
+        # A transposed view x of a row-major matrix is already in Fortran's order.
+        rows_first = x.is_contiguous()
+        a = x.numpy().T if rows_first else x.numpy()
+        blas.dsyrk(scale, a, trans=not rows_first, beta=1.0, c=gram.numpy().T, lower=0, overwrite_c=1)
+    else:
+        gram.addmm_(x.T, x, alpha=scale)
+
+
+def mirror_lower(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Fill the upper triangle from the lower one, in place and block by block, and return the matrix."""
+    n = gram.shape[0]
+    for block in row_blocks(n, n):
+        gram[: block.start, block] = gram[block, : block.start].T
+        corner = gram[block, block]
+        corner.copy_(corner.tril() + corner.tril(-1).T)
+    return gram
+
+
+RidgeSolver = Callable[[Tensor], Tensor]
+
+
+class Gram(Protocol):
+    """S = X^T X for a stack of rows X, and what the equations do with it."""
+
+    def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
+        """`a S`."""
+
+    def row_sums(self) -> Float[Tensor, " n"]:
+        """`S 1`."""
+
+    def factorise(self, ridge: float) -> RidgeSolver:
+        """The function `a -> a (S + ridge I)^-1`, which may overwrite `a`. The Gram itself is used up."""
+
+
+@dataclass(frozen=True)
+class PrimalGram:
+    """S itself, n x n, symmetric and full. Right when the stack has at least n rows."""
+
+    matrix: Float[Tensor, "n n"]
+
+    def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
+        """`a S`."""
+        return a @ self.matrix
+
+    def row_sums(self) -> Float[Tensor, " n"]:
+        """`S 1`."""
+        return self.matrix.sum(1)
+
+    def factorise(self, ridge: float) -> RidgeSolver:
+        """Cholesky in place: positive definite for ridge > 0, so no inverse and no fallback."""
+        solve = cholesky_solver(self.matrix, ridge)
+        return lambda a: solve(a.T).T
+
+
+@dataclass(frozen=True)
+class DualGram:
+    """S through K = X X^T, for a stack X of fewer than n rows (Woodbury): no n x n matrix is ever formed."""
+
+    stack: Float[Tensor, "rows n"]
+    outer: Float[Tensor, "rows rows"]
+
+    def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
+        """`a S`."""
+        return (a @ self.stack.T) @ self.stack
+
+    def row_sums(self) -> Float[Tensor, " n"]:
+        """`S 1`."""
+        return self.stack.T @ self.stack.sum(1)
+
+    def factorise(self, ridge: float) -> RidgeSolver:
+        """`a (S + ridge I)^-1 = (a - a X^T (K + ridge I)^-1 X) / ridge`."""
+        solve = cholesky_solver(self.outer, ridge)
+        return lambda a: (a - solve((a @ self.stack.T).T).T @ self.stack) / ridge
+
+
+def cholesky_solver(gram: Float[Tensor, "n n"], ridge: float) -> RidgeSolver:
+    """`rhs -> (gram + ridge I)^-1 rhs`. Both `gram` and the columns given to the solver are overwritten on the CPU."""
+    gram.diagonal().add_(ridge)
+    if gram.device.type == "cpu":
+        factor, failed = lapack.dpotrf(gram.numpy().T, lower=1, clean=0, overwrite_a=1)
+    else:
+        factor, failed = torch.linalg.cholesky_ex(gram)
+    if failed:
+        raise ArithmeticError(f"the regularised system is not positive definite in float64 (ridge {ridge:.3g})")
+    if gram.device.type == "cpu":
+        return lambda rhs: torch.from_numpy(lapack.dpotrs(factor, rhs.numpy(), lower=1, overwrite_b=1)[0])
+    return lambda rhs: torch.cholesky_solve(rhs, factor)
+
+
+@dataclass(frozen=True)
+class LeadingDirections:
+    """The k leading singular triples of a matrix, U_k, s_1..s_k and V_k, smallest value first."""
+
+    values: Float[Tensor, " k"]
+    left: Float[Tensor, "m k"]
+    right: Float[Tensor, "n k"]
+
+
+def leading_directions(matrix: Float[Tensor, "m n"], k: int) -> LeadingDirections:
+    """The k leading singular triples by a partial eigendecomposition of the smaller Gram matrix.
+
+    Rank-aware: directions whose singular value is below sqrt(max(m, n) eps64) of the first (what a float64 Gram matrix
+    can tell from rounding) are noise, not directions, and are left out, so fewer than k may come back.
+    """
+    m, n = matrix.shape
+    if m < n:
+        flipped = leading_directions(matrix.T, k)
+        return LeadingDirections(flipped.values, flipped.right, flipped.left)
+    if k == 0:
+        return LeadingDirections(matrix.new_zeros(0), matrix.new_zeros(m, 0), matrix.new_zeros(n, 0))
+    gram = torch.zeros(n, n, dtype=torch.float64, device=matrix.device)
+    add_gram(gram, matrix)
+    squares, vectors = _leading_eigenpairs(gram, k)
+    clear = squares > max(m, n) * torch.finfo(torch.float64).eps * squares[-1]
+    values, right = squares[clear].sqrt(), vectors[:, clear]
+    return LeadingDirections(values, (matrix @ right).div_(values), right)
+
+
+def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "n k"]]:
+    """The k > 0 largest eigenpairs, in ascending order, of a symmetric matrix given by its lower triangle (overwritten)."""
+    n = gram.shape[0]
+    if gram.device.type == "cpu":
+        # The row-major lower triangle is the Fortran upper one.
+        values, vectors = scipy.linalg.eigh(
+            gram.numpy().T,
+            lower=False,
+            subset_by_index=[n - k, n - 1],
+            driver="evr",
+            overwrite_a=True,
+            check_finite=False,
+        )
+        return torch.from_numpy(values), torch.from_numpy(vectors)
+    all_values, all_vectors = torch.linalg.eigh(gram, UPLO="L")
+    return all_values[n - k :], all_vectors[:, n - k :]

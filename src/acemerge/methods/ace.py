@@ -1,0 +1,267 @@
+"""ACE-Merging: the closed-form merge under each task's own input covariance, read off its weight change.
+
+    D_t = W_t - W0 (m x n)      C_t = D_t with its column means mu_t removed      S_t = C_t^T C_t, tr_t = trace S_t
+
+The steps are numbered as in the docs (docs/methods/ace.md). How the products are formed is `acemerge.linalg`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from acemerge.linalg import (
+    DualGram,
+    Gram,
+    PrimalGram,
+    add_gram,
+    leading_directions,
+    mirror_lower,
+    row_blocks,
+    sum_of_squares,
+)
+from acemerge.methods.registry import Merged, Options, method
+
+DEFAULT_EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class AceOptions(Options):
+    """Defaults are the paper's."""
+
+    epsilon: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["paper"],
+        Field(description="ridge of each task's covariance; 'paper': 4e-2 GPT-2, 2e-4 RoBERTa-base, 1e-5 otherwise"),
+    ] = "paper"
+    tau: Annotated[float, Field(ge=0, description="a tensor is heterogeneous when gamma > tau")] = 0.3
+    k_frac: Annotated[float, Field(ge=0, le=1, description="share of singular directions refined")] = 0.3
+    normalise: Annotated[bool, Field(description="adaptive normalisation of heterogeneous tensors")] = True
+    prior: Annotated[bool, Field(description="collective structural prior")] = True
+    refine: Annotated[bool, Field(description="spectral refinement of heterogeneous tensors")] = True
+
+    def resolve(self, config: Mapping[str, Any]) -> Self:
+        """Replace epsilon='paper' by the paper's value for this base model."""
+        if self.epsilon != "paper":
+            return self
+        model_type = config.get("model_type")
+        if model_type == "gpt2":
+            return replace(self, epsilon=4e-2)
+        if model_type == "roberta" and config.get("hidden_size", 768) == 768:
+            return replace(self, epsilon=2e-4)
+        return replace(self, epsilon=DEFAULT_EPSILON)
+
+
+def _flops(tasks: int, rows: int, columns: int) -> float:
+    """GEMM-equivalent operations of the heterogeneous branch, the dearer one."""
+    m, n, small = rows, columns, min(rows, columns)
+    covariance = tasks * m * n * min(n, tasks * m)  # SYRK of the stack, or its dual
+    products = 3.0 * tasks * m * n * small  # smaller Gram (SYRK) and C_t S_t
+    solve = min(n, tasks * m) ** 3 / 3 + 2.0 * m * n * n
+    refinement = 2.0 * m * n * n + m * n * small + 4.0 * small**3
+    return covariance + products + solve + refinement
+
+
+def _float64_elements(tasks: int, rows: int, columns: int) -> float:
+    """Peak of working memory in float64 numbers: the largest of the three phases below."""
+    m, n, small = rows, columns, min(rows, columns)
+    dual = tasks * m < n
+    system = float((tasks * m) ** 2 + tasks * m * n) if dual else float(n * n)
+    accumulate = system + m * n + (n * n if n <= m else m * n + m * m)
+    residual_ = system + 2.0 * m * n + (2.0 * m * n if dual else 0.0)
+    refine = 2.0 * m * n + small * small + 0.6 * small * (m + n)
+    return max(accumulate, residual_, refine)
+
+
+@method(
+    "ace",
+    title="ACE-Merging",
+    paper="ACE-Merging, CVPR 2026",
+    flops=_flops,
+    float64_elements=_float64_elements,
+)
+def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions) -> Merged:
+    """The optimal merge under each task's own input covariance, which its weight change reveals.
+
+    Closed form per matrix; experts of unequal strength are normalised, a prior shared by all experts steadies the
+    system, and the leading singular directions of heterogeneous tensors are refined. No data, no training.
+    """
+    options = options.resolve({})
+    assert not isinstance(options.epsilon, str)
+    energies = [sum_of_squares(D) for D in task_vectors]
+    # An expert that did not change this tensor has no opinion on it.
+    changed = [t for t, energy in enumerate(energies) if energy > 0]
+    if not changed:
+        return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
+    experts = CentredExperts(task_vectors, changed)
+    energies = [energies[t] for t in changed]
+
+    # Step 1. Heterogeneity: the spread of the log energies.
+    gamma = heterogeneity(energies)
+    heterogeneous = gamma > options.tau
+
+    # Step 3. Weights a_t and ridges e_t (an expert that centring removes, tr_t = 0, has no covariance to normalise by).
+    traces = experts.traces()
+    normalise = heterogeneous and options.normalise
+    a = [1 / tr if normalise and tr > 0 else 1.0 for tr in traces]
+    e = [options.epsilon / tr if normalise and tr > 0 else options.epsilon for tr in traces]
+    ridge = math.fsum(e)
+
+    # Step 2 with its weights: S = sum_t a_t S_t, and sum_t a_t C_t S_t.
+    S, CS = experts.weighted_covariance(a)
+    if heterogeneous and options.refine:
+        R = residual(experts, a, S, CS, ridge)
+    N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
+
+    # Steps 4 and 5. P = N (S + ridge I + 1 c^T)^-1; the prior is rank one (Sherman-Morrison).
+    c = S.row_sums() / N.shape[1]  # S is symmetric: its row sums are its column sums
+    if heterogeneous:
+        c /= statistics.fmean(energies)
+    divide = S.factorise(ridge)
+    P = divide(N)
+    if options.prior:
+        u = divide(c[None])[0]
+        P.addr_(P.sum(1), u, alpha=-1 / (1 + float(u.sum())))
+    del S, N, CS, divide  # the systems are as large as everything else here
+
+    facts = {
+        "active_experts": len(changed),
+        "gamma": gamma,
+        "branch": "heterogeneous" if heterogeneous else "homogeneous",
+        "ridge_share": ridge * P.shape[1] / (ridge * P.shape[1] + math.fsum(map(float.__mul__, a, traces))),
+    }
+    if not (heterogeneous and options.refine):
+        return Merged(P, facts)
+
+    # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
+    k = math.floor(options.k_frac * min(P.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
+    leading = leading_directions(R.add_(P), k)
+    if len(leading.values):
+        P.addmm_(leading.left, leading.right.T, alpha=float(leading.values.mean()))
+    return Merged(P, {**facts, "refined_directions": len(leading.values)})
+
+
+def heterogeneity(energies: list[float]) -> float:
+    """gamma = var(log energy) / mean(log energy)^2, sample variance; 0 for one expert."""
+    if len(energies) == 1:
+        return 0.0
+    logs = [math.log(energy) for energy in energies]
+    spread, centre = statistics.variance(logs), statistics.fmean(logs)
+    if spread == 0:
+        return 0.0
+    return spread / centre**2 if centre**2 > 0 else math.inf
+
+
+def residual(experts: CentredExperts, a: list[float], S: Gram, CS: Tensor, ridge: float) -> Float[Tensor, "out in"]:
+    """R = sum_t D_t (Stilde_t - mean_s Sreg_s), with the uncentred D_t = C_t + 1 mu_t^T (step 6)."""
+    R = CS + experts.mean_covariance(a)
+    for rows, D_sum in experts.sums():
+        R[rows].sub_(S.times(D_sum).add_(D_sum, alpha=ridge), alpha=1 / len(a))
+    return R
+
+
+class CentredExperts:
+    """The experts' C_t = D_t - 1 mu_t^T in float64, a block of rows at a time: never a float64 copy of all of them."""
+
+    def __init__(self, task_vectors: Float[Tensor, "task out in"], chosen: list[int]) -> None:
+        self._deltas = [task_vectors[t] for t in chosen]
+        self._rows, self._columns = task_vectors.shape[1:]
+        self._device = task_vectors.device
+        self._means = [self._column_means(D) for D in self._deltas]
+
+    def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
+        total = torch.zeros(self._columns, dtype=torch.float64, device=self._device)
+        for rows in row_blocks(self._rows, self._columns):
+            total += D[rows].double().sum(0)
+        return total / self._rows
+
+    def _zeros(self, rows: int, columns: int) -> Float[Tensor, "rows columns"]:
+        return torch.zeros(rows, columns, dtype=torch.float64, device=self._device)
+
+    def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
+        return self._deltas[t][rows].double().sub_(self._means[t])
+
+    def traces(self) -> list[float]:
+        """tr_t = |C_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
+        return [self._trace(t) for t in range(len(self._deltas))]
+
+    def _trace(self, t: int) -> float:
+        blocks = row_blocks(self._rows, self._columns)
+        trace = math.fsum(float(self._centred(t, rows).square_().sum()) for rows in blocks)
+        rounding = torch.finfo(torch.float64).eps ** 2 * self._rows * float(self._means[t].square().sum())
+        return trace if trace > 4 * rounding else 0.0
+
+    def sums(self) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+        """sum_t D_t, a block of rows at a time."""
+        for rows in row_blocks(self._rows, self._columns):
+            total = self._deltas[0][rows].double()
+            for D in self._deltas[1:]:
+                total += D[rows]
+            yield rows, total
+
+    def add_weighted(self, total: Float[Tensor, "out in"], weights: list[float]) -> Float[Tensor, "out in"]:
+        """total + sum_t weight_t C_t, in place."""
+        for D, mean, weight in zip(self._deltas, self._means, weights, strict=True):
+            total.add_(D, alpha=weight).sub_(mean * weight)
+        return total
+
+    def mean_covariance(self, a: list[float]) -> Float[Tensor, " in"]:
+        """sum_t a_t mu_t^T S_t, a row: what centring removed from D_t Stilde_t."""
+        total = torch.zeros(self._columns, dtype=torch.float64, device=self._device)
+        for t, weight in enumerate(a):
+            for rows in row_blocks(self._rows, self._columns):
+                C = self._centred(t, rows)
+                total.addmv_(C.T, C @ self._means[t], alpha=weight)
+        return total
+
+    def weighted_covariance(self, a: list[float]) -> tuple[Gram, Float[Tensor, "out in"]]:
+        """S = sum_t a_t S_t and sum_t a_t C_t S_t, each product formed on its smaller side."""
+        if len(a) * self._rows < self._columns:
+            return self._dual_covariance(a)
+        S = self._zeros(self._columns, self._columns)
+        CS = self._zeros(self._rows, self._columns)
+        for t, weight in enumerate(a):
+            if self._columns <= self._rows:
+                self._add_through_covariance(S, CS, t, weight)
+            else:
+                self._add_through_outer_gram(S, CS, t, weight)
+        return PrimalGram(mirror_lower(S)), CS
+
+    def _add_through_covariance(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
+        """Tall or square: S_t once, then C_t S_t."""
+        S_t = self._zeros(self._columns, self._columns)
+        for rows in row_blocks(self._rows, self._columns):
+            add_gram(S_t, self._centred(t, rows))
+        mirror_lower(S_t)
+        S.add_(S_t, alpha=weight)
+        for rows in row_blocks(self._rows, self._columns):
+            CS[rows].addmm_(self._centred(t, rows), S_t, alpha=weight)
+
+    def _add_through_outer_gram(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
+        """Wide: C_t S_t = (C_t C_t^T) C_t, and S takes one SYRK."""
+        C = self._centred(t, slice(0, self._rows))
+        add_gram(S, C, scale=weight)
+        CS.addmm_(self._outer_gram(C), C, alpha=weight)
+
+    def _outer_gram(self, C: Float[Tensor, "rows in"]) -> Float[Tensor, "rows rows"]:
+        outer = self._zeros(C.shape[0], C.shape[0])
+        add_gram(outer, C.T)
+        return mirror_lower(outer)
+
+    def _dual_covariance(self, a: list[float]) -> tuple[Gram, Float[Tensor, "out in"]]:
+        """Very wide: everything through the (T m) x (T m) Gram of the stacked rows sqrt(a_t) C_t."""
+        everything = slice(0, self._rows)
+        stack = torch.cat([self._centred(t, everything).mul_(math.sqrt(weight)) for t, weight in enumerate(a)])
+        outer = self._outer_gram(stack)
+        CS = self._zeros(self._rows, self._columns)
+        for t, weight in enumerate(a):
+            own = slice(t * self._rows, (t + 1) * self._rows)
+            CS.addmm_(outer[own, own], stack[own], alpha=1 / math.sqrt(weight))
+        return DualGram(stack, outer), CS

@@ -1,0 +1,204 @@
+"""The registry: what a method is, how it is declared, found, described and given its options.
+
+A method is a pure function of task vectors and options: no files, no tensor names, no devices. Declaring one is a frozen
+options dataclass and a decorated function in a file of this package:
+
+    @dataclass(frozen=True)
+    class AverageOptions(Options):
+        \"\"\"No options of its own.\"\"\"
+
+    @method("average", title="Weight averaging", paper="Wortsman et al., ICML 2022", touches="all")
+    def average(task_vectors, options):
+        return task_vectors.mean(0)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any, Literal, Self, get_type_hints
+
+import torch
+from jaxtyping import Float
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from acemerge.errors import InputError, did_you_mean
+
+ENTRY_POINT_GROUP = "acemerge.methods"
+
+Fact = float | int | str | bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every method has. A method's own options inherit from this and may change the default."""
+
+    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 1.0
+
+    def resolve(self, config: Mapping[str, Any]) -> Self:  # noqa: ARG002
+        """These options with every value that depends on the base model's config made explicit."""
+        return self
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged task vector, and what a reader of the report should know about how it came out."""
+
+    delta: Tensor
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+
+Kernel = Callable[[Tensor, Any], "Merged | Tensor"]
+Cost = Callable[[int, int, int], float]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered method. Call it with task vectors [task, ...] and its options."""
+
+    name: str
+    title: str
+    paper: str
+    summary: str
+    touches: Literal["matrices", "all"]
+    options_type: type[Options]
+    kernel: Kernel
+    flops: Cost
+    float64_elements: Cost
+
+    def __call__(self, task_vectors: Float[Tensor, task * shape], options: Options) -> Merged:
+        """alpha * M, in the precision the method worked in, with the method's facts."""
+        result = self.kernel(task_vectors, options)
+        merged = result if isinstance(result, Merged) else Merged(result)
+        return merged if options.alpha == 1.0 else Merged(merged.delta * options.alpha, merged.facts)
+
+    def options(self, given: Mapping[str, Any]) -> Options:
+        """Validated options; unknown names and bad values are refused in the user's own words."""
+        known = [f.name for f in fields(self.options_type)]
+        for name in given:
+            if name not in known:
+                raise InputError(f"method '{self.name}' has no option '{name}': {did_you_mean(name, known)}")
+        try:
+            return TypeAdapter(self.options_type).validate_python(dict(given))
+        except ValidationError as error:
+            raise InputError("\n".join(self._explain(dict(e), given) for e in error.errors())) from None
+
+    def _explain(self, error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+        name = str(error["loc"][0])
+        described = next(o for o in self.describe_options() if o.name == name)
+        return f"method '{self.name}': {name}={given[name]!r} is not allowed: it must be {described.allowed}"
+
+    def describe_options(self) -> list[DescribedOption]:
+        """Name, default, allowed values and meaning of each option, for help, docs and errors."""
+        hints = get_type_hints(self.options_type, include_extras=True)
+        defaults = asdict(self.options_type())
+        described = [_describe_option(name, hints[name], default) for name, default in defaults.items()]
+        return [*described[1:], described[0]]  # a method's own options first, the common alpha last
+
+
+@dataclass(frozen=True)
+class DescribedOption:
+    """One option as a person reads it."""
+
+    name: str
+    default: Fact
+    allowed: str
+    meaning: str
+
+
+def _describe_option(name: str, hint: Any, default: Fact) -> DescribedOption:
+    schema = TypeAdapter(hint).json_schema()
+    return DescribedOption(name, default, _allowed(schema), schema.get("description", ""))
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """The values a JSON schema admits, in words.
+
+    >>> _allowed({"type": "number", "exclusiveMinimum": 0, "maximum": 1})
+    'a number > 0 and <= 1'
+    """
+    if "anyOf" in schema:
+        return " or ".join(_allowed(choice) for choice in schema["anyOf"])
+    if "const" in schema:
+        return repr(schema["const"])
+    if "enum" in schema:
+        return "one of " + ", ".join(map(repr, schema["enum"]))
+    names = {"number": "a number", "integer": "a whole number", "boolean": "true or false", "string": "text"}
+    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+    bounds = " and ".join(f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema)
+    return f"{names[schema['type']]} {bounds}".strip()
+
+
+_registered: dict[str, Method] = {}
+
+
+def method(
+    name: str,
+    *,
+    title: str,
+    paper: str,
+    touches: Literal["matrices", "all"] = "matrices",
+    flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
+    float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
+) -> Callable[[Kernel], Kernel]:
+    """Register a merging method.
+
+    `touches` says which tensors it is for: "matrices" (the plan averages the others) or "all" floating-point tensors.
+    `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
+    (tasks, rows, columns). The summary shown to users is the function's docstring.
+    """
+
+    def register(kernel: Kernel) -> Kernel:
+        options_type = get_type_hints(kernel)["options"]
+        _registered[name] = Method(
+            name,
+            title,
+            paper,
+            inspect.cleandoc(kernel.__doc__ or ""),
+            touches,
+            options_type,
+            kernel,
+            flops,
+            float64_elements,
+        )
+        return kernel
+
+    return register
+
+
+@cache
+def _discover() -> None:
+    """Import every file of this package and every entry point: importing is what registers."""
+    package = importlib.import_module("acemerge.methods")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"acemerge.methods.{module.name}")
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        entry.load()
+
+
+def all_methods() -> list[Method]:
+    """Every registered method, by name."""
+    _discover()
+    return [_registered[name] for name in sorted(_registered)]
+
+
+def get_method(name: str) -> Method:
+    """The method of that name."""
+    _discover()
+    if name not in _registered:
+        raise InputError(f"there is no method '{name}': {did_you_mean(name, _registered)}")
+    return _registered[name]
+
+
+def is_finite(merged: Merged) -> bool:
+    """Whether every entry of the merged delta is a number."""
+    return bool(torch.isfinite(merged.delta).all()) and not any(
+        isinstance(fact, float) and math.isnan(fact) for fact in merged.facts.values()
+    )

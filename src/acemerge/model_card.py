@@ -1,0 +1,172 @@
+"""What is written beside the weights: copied files, index, model card, resolved recipe, manifest. Nothing local in them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from acemerge import __version__
+from acemerge.checkpoint import read_json
+from acemerge.plan import Plan
+from acemerge.writer import Staging
+
+if TYPE_CHECKING:
+    from acemerge.pipeline import Sources
+
+Hashes = Mapping[str, Mapping[str, str]]
+
+
+def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes) -> None:
+    """Everything of the output folder but the weights and the heads."""
+    folder = staging.folder
+    _copy_side_files(plan, folder)
+    _write_index(plan, folder)
+    recipe = resolved_recipe(plan, sources, hashes)
+    (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
+    (folder / "acemerge_manifest.json").write_text(json.dumps(manifest(plan, staging, hashes), indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
+
+
+_RECIPE_HEADING = f"""\
+# The merge that made this model, with every option resolved (acemerge {__version__}).
+# Repeat it where these models are: acemerge merge acemerge.yaml -o OUT
+"""
+
+
+def _copy_side_files(plan: Plan, folder: Path) -> None:
+    """Byte for byte; only config.json is edited, and only when --dtype changed the weights' dtype."""
+    for path in plan.base.side_files():
+        if path.name == "config.json" and plan.recipe.dtype:
+            config = read_json(path)
+            config[_dtype_key(config)] = plan.recipe.dtype
+            (folder / path.name).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _dtype_key(config: Mapping[str, Any]) -> str:
+    """transformers 5 writes `dtype`, 4 wrote `torch_dtype`."""
+    return "dtype" if "dtype" in config else "torch_dtype"
+
+
+def _write_index(plan: Plan, folder: Path) -> None:
+    if len(plan.shards) == 1:
+        return
+    weight_map = {tensor.name: shard for shard, tensors in plan.shards.items() for tensor in tensors}
+    total_size = sum(tensor.output_bytes for tensor in plan.tensors)
+    parameters = sum(tensor.header.elements for tensor in plan.tensors)
+    index = {
+        "metadata": {"total_parameters": parameters, "total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
+    """A recipe that `acemerge merge` takes: public names, every option explicit, the inputs' hashes."""
+    fields = plan.recipe.model_dump(exclude={"inputs", "base", "experts", "options"}, exclude_defaults=True)
+    resolved = {
+        "base": sources.base.public_name,
+        "experts": [
+            {"model": source.public_name, "name": expert.name}
+            for source, expert in zip(sources.experts, plan.experts, strict=True)
+        ],
+        "method": plan.method.name,
+        "options": asdict(plan.options),
+        "preset": plan.family.name,
+        "orientation": plan.recipe.orientation,
+        **{key: value for key, value in fields.items() if key not in ("method", "preset", "orientation")},
+        "inputs": {model: dict(files) for model, files in hashes.items()},
+    }
+    return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+
+
+def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
+    """The machine-readable account of every tensor."""
+    content = plan.to_json()
+    content["tensors"] = [record for shard in plan.shards for record in staging.finished[shard]["tensors"]]
+    return {
+        "acemerge": __version__,
+        **content,
+        "inputs": {model: dict(files) for model, files in hashes.items()},
+        "outputs": {shard: staging.finished[shard]["sha256"] for shard in plan.shards},
+    }
+
+
+def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str:
+    """README.md: front matter for the hub, then what was merged, how, and how to use it."""
+    hub_models = [s.hub_id for s in (sources.base, *sources.experts) if s.hub_id]
+    front: dict[str, Any] = {}
+    if hub_models:
+        front |= {"base_model": hub_models, "base_model_relation": "merge"}
+    front |= {"library_name": "transformers", "tags": ["merge", "acemerge"]}
+    if licence := _licence(plan):
+        front["license"] = licence
+    files = "\n".join(f"| {model} | `{file}` | `{sha}` |" for model, own in hashes.items() for file, sha in own.items())
+    experts = "\n".join(f"- {source.public_name}" for source in sources.experts)
+    counts = ", ".join(f"{plan.count(action)} {action}" for action in ("merged", "averaged", "kept", "copied"))
+    tied = f", {len(plan.omitted)} tied and stored once" if plan.omitted else ""
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False).strip()}
+---
+
+# {plan.base.name} merged by {plan.method.title}
+
+One model made from {len(plan.experts)} fine-tuned ones, from their weights alone, with
+acemerge {__version__} and the method `{plan.method.name}` ({plan.method.paper}).
+
+Base: {sources.base.public_name}. Experts:
+
+{experts}
+
+Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
+{_heads_section(plan)}
+## Recipe
+
+```yaml
+{recipe.split("inputs:")[0].strip()}
+```
+
+## Inputs
+
+| model | file | sha256 |
+|---|---|---|
+{files}
+"""
+
+
+def _heads_section(plan: Plan) -> str:
+    if not plan.heads:
+        return ""
+    names = ", ".join(f"`{plan.experts[head.expert].name}`" for head in plan.heads)
+    example = plan.experts[plan.heads[0].expert].name
+    return f"""
+## One task at a time
+
+The experts' own heads are in `heads/`: {names}. A model for one of these tasks:
+
+```python
+import acemerge
+
+model = acemerge.load_expert_head("this-folder", "{example}")
+```
+
+or, as a folder of its own: `acemerge head this-folder {example} -o OUT`.
+"""
+
+
+def _licence(plan: Plan) -> str | None:
+    """The base's licence, if its model card's front matter names one."""
+    card = plan.base.folder / "README.md" if plan.base.folder else None
+    if card is None or not card.is_file():
+        return None
+    front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    found = re.search(r"^license:\s*([\w.-]+)\s*$", front[1], re.MULTILINE) if front else None
+    return found[1] if found else None

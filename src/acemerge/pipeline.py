@@ -1,0 +1,179 @@
+"""The data flow: recipe -> sources -> plan -> shards -> published folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from threadpoolctl import threadpool_limits
+
+from acemerge.checkpoint import open_checkpoint
+from acemerge.engine.local import run_shards
+from acemerge.errors import InputError, MergeError, PreflightError
+from acemerge.heads import write_heads
+from acemerge.model_card import write_documents
+from acemerge.plan import Plan, build_plan
+from acemerge.progress import show_progress
+from acemerge.recipe import Recipe
+from acemerge.source import Source, resolve_source
+from acemerge.writer import Staging, check_output, check_space, file_sha256, staged_output
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge wrote, for the caller."""
+
+    output: Path
+    plan: Plan
+    tensors: Sequence[Mapping[str, Any]]
+    """One record per tensor of the output: what the manifest holds."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Every warning raised on the way."""
+        return [*self.plan.notes, *(w for tensor in self.tensors for w in tensor["warnings"])]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the recipe's models are on this machine."""
+
+    base: Source
+    experts: tuple[Source, ...]
+    names: tuple[str, ...] = field(default=())
+    """Unique short names, the base's first."""
+
+
+def run_merge(
+    recipe: Recipe,
+    output: Path,
+    *,
+    relative_to: Path = Path(),
+    device: str = "cpu",
+    threads: int | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    offline: bool = False,
+    quiet: bool = True,
+) -> MergeResult:
+    """Carry out a recipe and publish the result at `output`."""
+    check_output(output, overwrite)
+    sources = find_sources(recipe, relative_to, offline)
+    plan = make_plan(recipe, sources)
+    if problem := check_space(output, plan.output_bytes):
+        raise PreflightError([problem])
+    with (
+        _compute_threads(threads),
+        _hashing(plan) as hashes,
+        staged_output(output, plan.digest, resume=resume, overwrite=overwrite) as staging,
+    ):
+        with show_progress(plan, quiet=quiet) as progress:
+            run_shards(plan, staging, _torch_device(device), progress)
+        write_heads(plan, staging.folder)
+        write_documents(plan, sources, staging, _verified(recipe, hashes))
+        tensors = _records(plan, staging)
+    return MergeResult(output, plan, tensors)
+
+
+def find_sources(recipe: Recipe, relative_to: Path = Path(), offline: bool = False) -> Sources:
+    """Resolve every model of the recipe, downloading what is a hub id."""
+    base = resolve_source(recipe.base, relative_to=relative_to, offline=offline)
+    experts = tuple(resolve_source(e.model, relative_to=relative_to, offline=offline) for e in recipe.experts)
+    given = [expert.name for expert in recipe.experts]
+    return Sources(base, experts, _unique_names([base, *experts], [None, *given]))
+
+
+def make_plan(recipe: Recipe, sources: Sources) -> Plan:
+    """Open the checkpoints (headers only) and decide everything."""
+    base = open_checkpoint(sources.base.path, sources.names[0])
+    problems: list[str] = []
+    experts = []
+    for source, name in zip(sources.experts, sources.names[1:], strict=True):
+        try:
+            experts.append(open_checkpoint(source.path, name))
+        except PreflightError as error:
+            problems.extend(error.problems)
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise PreflightError(problems)
+    return build_plan(recipe, base, experts, base.config)
+
+
+def _unique_names(sources: Sequence[Source], given: Sequence[str | None]) -> tuple[str, ...]:
+    """The given names, else the folders' own; those that clash are told apart by their parents' names, then by number."""
+    names = [name or source.short_name for source, name in zip(sources, given, strict=True)]
+    clashing = {name for name, count in Counter(names).items() if count > 1}
+    for index, (source, name) in enumerate(zip(sources, names, strict=True)):
+        if name in clashing and given[index] is None:
+            parent = (source.hub_id or "").split("/")[0] or source.path.resolve().parent.name
+            names[index] = f"{parent}_{name}"
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            names[index] = f"{name}_{seen[name]}"
+    return tuple(names)
+
+
+def _torch_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--device {name}: not available here ({reason}); use cpu, cuda or cuda:N") from None
+    return device
+
+
+@contextmanager
+def _compute_threads(threads: int | None) -> Iterator[None]:
+    """Limit torch's and the BLAS libraries' threads alike, so that they do not fight for cores."""
+    if threads is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with threadpool_limits(limits=threads):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Hashes = dict[str, dict[str, "Future[str]"]]
+
+
+@contextmanager
+def _hashing(plan: Plan) -> Iterator[Hashes]:
+    """sha256 of every input file, computed on the side: {model name: {file name: hash}}."""
+    with ThreadPoolExecutor(1) as pool:
+        models = (plan.base, *plan.experts)
+        try:
+            yield {model.name: {file.name: pool.submit(file_sha256, file) for file in model.files} for model in models}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _verified(recipe: Recipe, hashes: Hashes) -> dict[str, dict[str, str]]:
+    """The finished hashes, which must be those the recipe expects, if it expects any."""
+    found = {model: {file: future.result() for file, future in files.items()} for model, files in hashes.items()}
+    for model, files in recipe.inputs.items():
+        for file, expected in files.items():
+            actual = found.get(model, {}).get(file)
+            if actual != expected:
+                raise MergeError(
+                    f"{model}/{file}: sha256 is {actual or 'unknown: no such file'}, the recipe expects {expected}; "
+                    "get the same file, or remove 'inputs' from the recipe"
+                )
+    return found
+
+
+def _records(plan: Plan, staging: Staging) -> list[Mapping[str, Any]]:
+    return [record for shard in plan.shards for record in staging.finished[shard]["tensors"]]

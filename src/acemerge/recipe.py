@@ -1,0 +1,95 @@
+"""The recipe: everything a user can ask for, validated in one place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from acemerge.errors import InputError, did_you_mean
+from acemerge.sizes import parse_size
+
+Orientation = Literal["canonical", "stored"]
+Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Expert(_Strict):
+    """One fine-tuned model; `name` is what tables and head folders call it (by default its folder's name)."""
+
+    model: str
+    name: str | None = Field(default=None, pattern=r"^[\w.+-]+$")
+
+
+class TensorRule(_Strict):
+    """What to do with the tensors of the base whose name matches a shell-style pattern. The first rule that matches wins."""
+
+    match: str
+    do: Literal["merge", "average", "keep", "head"] = "merge"
+    method: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _method_needs_merge(self) -> Self:
+        if self.do != "merge" and (self.method or self.options):
+            raise ValueError(f"do: {self.do} takes no method or options; only do: merge does")
+        return self
+
+
+class Recipe(_Strict):
+    """A merge, as a file or as the command line gives it."""
+
+    base: str
+    experts: Annotated[list[Expert], BeforeValidator(lambda v: [_as_expert(e) for e in v] if isinstance(v, list) else v)]
+    method: str = "ace"
+    options: dict[str, Any] = Field(default_factory=dict)
+    tensors: list[TensorRule] = Field(default_factory=list)
+    preset: str = "auto"
+    orientation: Orientation = "canonical"
+    missing: Literal["error", "skip"] = "error"
+    dtype: Dtype | None = None
+    shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
+    inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""
+
+    @model_validator(mode="after")
+    def _experts_make_sense(self) -> Self:
+        if not self.experts:
+            raise ValueError("give at least one expert")
+        return self
+
+
+def _as_expert(value: Any) -> Any:
+    return {"model": value} if isinstance(value, str) else value
+
+
+def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
+    """A validated recipe, or one error that repeats the user's own words."""
+    for name in fields:
+        if name not in Recipe.model_fields:
+            raise InputError(f"{origin}: there is no field '{name}': {did_you_mean(str(name), Recipe.model_fields)}")
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        lines = [
+            f"{origin}: {'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']} (given: {e['input']!r})" for e in error.errors()
+        ]
+        raise InputError("\n".join(lines)) from None
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The fields of a recipe file, not yet validated, so that the command line can override them."""
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such recipe file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read as YAML: {error}") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{path}: a recipe is a mapping with 'base' and 'experts'; found {type(fields).__name__}")
+    return fields

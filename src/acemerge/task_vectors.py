@@ -1,0 +1,107 @@
+"""One tensor, from memory-mapped files to its merged value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from acemerge.errors import MergeError
+from acemerge.linalg import sum_of_squares
+from acemerge.methods import Merged, get_method
+from acemerge.methods.registry import Fact
+from acemerge.plan import Plan, PlannedTensor
+
+LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """The value to write, on the CPU, in the output dtype and the stored layout; facts and warnings for the report."""
+
+    value: Tensor
+    facts: Mapping[str, Fact]
+    warnings: tuple[str, ...] = ()
+
+
+def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device) -> MergedTensor:
+    """Carry out the plan for one tensor."""
+    base = plan.base.read(planned.name)
+    dtype = getattr(torch, planned.output_dtype)
+    if planned.method is None or planned.options is None:
+        return MergedTensor(base.to(dtype), {})
+    task_vectors = load_task_vectors(plan, planned, device)
+    if not task_vectors.any():
+        return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
+    try:
+        merged = get_method(planned.method)(task_vectors, planned.options)
+    except ArithmeticError as error:
+        raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
+    facts = {**merged.facts, **_norms(task_vectors, merged)} if planned.action == "merged" else dict(merged.facts)
+    del task_vectors
+    value = _to_stored(merged.delta.add_(_to_method(base, planned.transposed).to(device)), planned.transposed, dtype)
+    if not torch.isfinite(value).all():
+        raise MergeError(
+            f"tensor '{planned.name}': the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
+        )
+    return MergedTensor(value, facts, _warnings(planned, facts))
+
+
+def load_task_vectors(plan: Plan, planned: PlannedTensor, device: torch.device) -> Float[Tensor, task * shape]:
+    """W_t - W0 of every expert that has the tensor, [task, out, in] for matrices, in float32 (float64 if any input is)."""
+    base = _to_method(plan.base.read(planned.name), planned.transposed)
+    inputs = [_to_method(plan.experts[s.expert].read(s.name), planned.transposed) for s in planned.experts]
+    wide = any(tensor.dtype == torch.float64 for tensor in (base, *inputs))
+    task_vectors = torch.empty((len(inputs), *base.shape), dtype=torch.float64 if wide else torch.float32, device=device)
+    base = base.to(device)
+    for task_vector, expert in zip(task_vectors, inputs, strict=True):
+        task_vector.copy_(expert).sub_(base)
+    return task_vectors
+
+
+def prefetch(plan: Plan, planned: PlannedTensor) -> None:
+    """Bring a tensor's pages into the page cache by touching one byte of each; costs no memory of our own."""
+    page = 4096
+    sources = [(plan.experts[s.expert], s.name) for s in planned.experts]
+    for model, name in [(plan.base, planned.name), *sources]:
+        tensor = model.read(name)
+        if tensor.is_contiguous() and tensor.dim():
+            tensor.view(torch.uint8).reshape(-1)[::page].sum()
+
+
+def _to_method(stored: Tensor, transposed: bool) -> Tensor:
+    return stored.T if transposed else stored
+
+
+def _to_stored(merged: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
+    return _to_method(merged, transposed).to("cpu", dtype).contiguous()
+
+
+def _norms(task_vectors: Tensor, merged: Merged) -> dict[str, Fact]:
+    norms = [math.sqrt(sum_of_squares(task_vector)) for task_vector in task_vectors]
+    norm = math.sqrt(sum_of_squares(merged.delta))
+    return {"norm": norm, "largest_task_norm": max(norms), "norm_ratio": norm / max(norms)}
+
+
+def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact]) -> tuple[str, ...]:
+    ratio = facts.get("norm_ratio", 0.0)
+    if not isinstance(ratio, float) or ratio <= LARGE_MERGE:
+        return ()
+    return (
+        f"tensor '{planned.name}': the merged change is {ratio:.1f}x the largest task vector; the method's regulariser may be "
+        "far larger than these task vectors (see epsilon), or its scale too large (see alpha)",
+    )
+
+
+def _likely_cause(plan: Plan, planned: PlannedTensor) -> str:
+    """Which input is not finite, or else what to try."""
+    sources = [(plan.experts[s.expert], s.name) for s in planned.experts]
+    for model, name in [(plan.base, planned.name), *sources]:
+        bad = int((~torch.isfinite(model.read(name))).sum())
+        if bad:
+            return f"{model.where} has {bad} NaN or infinite values in '{name}'; repair or leave out that model"
+    return "the inputs are finite, so try other options (a larger epsilon, a smaller alpha) or --dtype float32"

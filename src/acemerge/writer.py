@@ -1,0 +1,179 @@
+"""Output that is either absent or whole: staged beside its final place, published by rename, resumable by shard."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, uint8
+
+from acemerge.checkpoint import SAFETENSORS_NAME, TensorHeader
+from acemerge.errors import InputError, MergeError
+
+_STATE = ".acemerge-state.json"
+_LOCK = ".acemerge-lock"
+
+
+def write_safetensors(path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor]) -> str:
+    """Write a safetensors file one tensor at a time, in the order given, and return its sha256.
+
+    The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds one tensor.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in headers:
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": SAFETENSORS_NAME[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for chunk in (len(encoded).to_bytes(8, "little"), encoded):
+            file.write(chunk)
+            digest.update(chunk)
+        for (name, expected), value in zip(headers, values, strict=True):
+            data = _bytes_of(value)
+            if data.nbytes != expected.nbytes:
+                raise MergeError(f"{path.name}: tensor '{name}' has {data.nbytes} bytes, the plan says {expected.nbytes}")
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview[int]:
+    """A tensor's own memory, row-major, without a copy if it is so already."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    array: Any = tensor.contiguous().reshape(-1).view(uint8).numpy()
+    return memoryview(array)
+
+
+def file_sha256(path: Path) -> str:
+    """The hash of a file's content; free for files of the hub cache, which are named by it."""
+    real = path.resolve()
+    if len(real.name) == 64 and real.parent.name == "blobs":
+        return real.name
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass
+class Staging:
+    """The folder a merge is written in before it is published, and what is already finished in it."""
+
+    folder: Path
+    digest: str
+    finished: dict[str, dict[str, Any]]
+
+    def finish(self, shard: str, record: dict[str, Any]) -> None:
+        """Note that a shard is complete, so that a later run need not do it again."""
+        self.finished[shard] = record
+        self._write_state()
+
+    def _write_state(self) -> None:
+        temporary = self.folder / f"{_STATE}.new"
+        temporary.write_text(json.dumps({"digest": self.digest, "finished": self.finished}))
+        temporary.replace(self.folder / _STATE)
+
+    def reusable(self, shard: str) -> bool:
+        """Whether a shard of an earlier run is there, whole and unchanged."""
+        record = self.finished.get(shard)
+        path = self.folder / shard
+        return record is not None and path.is_file() and file_sha256(path) == record["sha256"]
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuse an output place that cannot be used, before any work."""
+    if output.exists() and not overwrite:
+        raise InputError(f"{output}: already exists; choose another output, or pass --overwrite to replace it")
+    if output.exists() and not _is_merge_output(output):
+        raise InputError(f"{output}: exists and is not an acemerge output, so it is not replaced; remove it yourself")
+    parent = output.resolve().parent
+    existing = next(p for p in (parent, *parent.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"{output}: cannot be created, {existing} is not a writable folder")
+
+
+def _is_merge_output(output: Path) -> bool:
+    return output.is_dir() and ((output / "acemerge_manifest.json").is_file() or not any(output.iterdir()))
+
+
+def check_space(output: Path, needed: int) -> str | None:
+    """A problem report if the disk cannot hold the output."""
+    parent = output.resolve().parent
+    existing = next(p for p in (parent, *parent.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if needed <= free:
+        return None
+    return f"output {output}: needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free; make room or use another disk"
+
+
+@contextmanager
+def staged_output(output: Path, digest: str, *, resume: bool, overwrite: bool) -> Iterator[Staging]:
+    """Stage an output folder; publish it when the block ends well.
+
+    When it does not, finished shards stay in `<output>.partial` for the next run, which goes on from there if the recipe
+    and the inputs are the same; with nothing finished, nothing stays.
+    """
+    folder = output.with_name(output.name + ".partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / _LOCK, output):
+        staging = Staging(folder, digest, _earlier_state(folder, digest) if resume else {})
+        _clear(folder, keep={_LOCK, _STATE, *staging.finished})
+        try:
+            yield staging
+        except BaseException:
+            if not staging.finished:
+                shutil.rmtree(folder)
+            raise
+        for name in (_STATE, _LOCK):
+            (folder / name).unlink(missing_ok=True)
+        _publish(folder, output, overwrite)
+
+
+@contextmanager
+def _locked(path: Path, output: Path) -> Iterator[None]:
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{output}: another acemerge process is writing it; wait for it, or choose another output") from None
+        yield
+
+
+def _earlier_state(folder: Path, digest: str) -> dict[str, dict[str, Any]]:
+    try:
+        state = json.loads((folder / _STATE).read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return dict(state["finished"]) if state.get("digest") == digest else {}
+
+
+def _clear(folder: Path, keep: set[str]) -> None:
+    for path in folder.iterdir():
+        if path.name not in keep:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _publish(folder: Path, output: Path, overwrite: bool) -> None:
+    """Rename into place; an output being replaced is moved aside first and deleted last."""
+    if not (overwrite and output.exists()):
+        folder.rename(output)
+        return
+    old = output.with_name(f"{output.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    output.rename(old)
+    folder.rename(output)
+    shutil.rmtree(old)
