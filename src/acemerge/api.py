@@ -116,7 +116,9 @@ def merge_state_dicts(
     return {name: merged[name] for name in base}
 
 
-def merge_task_vectors(task_vectors: Float[Tensor, task * shape], method: str = "ace", **options: Any) -> Float[Tensor, "*shape"]:
+def merge_task_vectors(
+    task_vectors: Float[Tensor, "task *shape"], method: str = "ace", **options: Any
+) -> Float[Tensor, "*shape"]:
     """Merge one tensor's task vectors [task, out, in] into one [out, in], in the dtype given. Pure.
 
     >>> import torch

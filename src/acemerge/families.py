@@ -41,20 +41,7 @@ FAMILIES = (
         "bert",
         "encoder matrices merge; embeddings, biases and norms stay at the base",
         frozenset(
-            [
-                "bert",
-                "roberta",
-                "xlm-roberta",
-                "camembert",
-                "distilbert",
-                "electra",
-                "mpnet",
-                "albert",
-                "deberta",
-                "deberta-v2",
-                "roformer",
-                "ernie",
-            ]
+            ("bert roberta xlm-roberta camembert distilbert electra mpnet albert deberta deberta-v2 roformer ernie").split()
         ),
         signature="*encoder.layer.*.attention.self.query.weight",
         kept=("*bias*", "*LayerNorm*", "*layer_norm*", "*embeddings*"),
@@ -62,7 +49,7 @@ FAMILIES = (
     Family(
         "gpt2",
         "everything merges, embeddings included; Conv1D matrices are stored [in, out]",
-        frozenset(["gpt2", "openai-gpt", "imagegpt", "decision_transformer"]),
+        frozenset("gpt2 openai-gpt imagegpt decision_transformer".split()),
         signature="*h.*.attn.c_attn.weight",
         stored_in_out=_CONV1D,
         buffers=("*.attn.bias", "*.attn.masked_bias"),
@@ -71,35 +58,11 @@ FAMILIES = (
         "llm",
         "attention and MLP matrices merge, norms average; embed_tokens and lm_head stay at the base",
         frozenset(
-            [
-                "llama",
-                "mistral",
-                "mixtral",
-                "qwen2",
-                "qwen2_moe",
-                "qwen3",
-                "qwen3_moe",
-                "gemma",
-                "gemma2",
-                "gemma3_text",
-                "phi",
-                "phi3",
-                "olmo",
-                "olmo2",
-                "olmo3",
-                "cohere",
-                "starcoder2",
-                "stablelm",
-                "granite",
-                "smollm3",
-                "opt",
-                "gpt_neox",
-                "gptj",
-                "falcon",
-                "bloom",
-                "deepseek_v2",
-                "deepseek_v3",
-            ]
+            (
+                "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi phi3 olmo"
+                " olmo2 olmo3 cohere starcoder2 stablelm granite smollm3 opt gpt_neox gptj falcon bloom"
+                " deepseek_v2 deepseek_v3"
+            ).split()
         ),
         signature="*layers.*.self_attn.q_proj.weight",
         kept=(
@@ -115,7 +78,7 @@ FAMILIES = (
     Family(
         "t5",
         "attention and MLP matrices merge, norms and position buckets average; the vocabulary stays at the base",
-        frozenset(["t5", "mt5", "umt5", "longt5"]),
+        frozenset("t5 mt5 umt5 longt5".split()),
         signature="*block.*.layer.*.SelfAttention.q.weight",
         kept=("*shared.weight", "*embed_tokens*", "*lm_head*"),
         averaged=("*relative_attention_bias*",),
@@ -124,22 +87,10 @@ FAMILIES = (
         "vit",
         "everything merges (CLIP, ViT, SigLIP, open_clip); text_projection averages",
         frozenset(
-            [
-                "vit",
-                "clip",
-                "clip_vision_model",
-                "clip_text_model",
-                "siglip",
-                "siglip_vision_model",
-                "siglip2",
-                "deit",
-                "beit",
-                "dinov2",
-                "dinov3_vit",
-                "vit_mae",
-                "vit_msn",
-                "chinese_clip",
-            ]
+            (
+                "vit clip clip_vision_model clip_text_model siglip siglip_vision_model siglip2 deit beit dinov2"
+                " dinov3_vit vit_mae vit_msn chinese_clip"
+            ).split()
         ),
         signature="*visual.transformer.resblocks.*.attn.in_proj_weight",
         averaged=("*text_projection*",),

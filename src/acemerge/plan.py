@@ -397,7 +397,7 @@ class _Planner:
             return True
         self.problems.append(
             f"tensor '{theirs}' {list(expert.tensors[theirs].shape)} of expert {expert.where} is not in base {self.base.where}; "
-            f"give the base it was fine-tuned from, or a recipe rule {{match: '{theirs}', do: head}} to keep it as that expert's own"
+            f"give the base it was fine-tuned from, or a recipe rule {{match: '{theirs}', do: head}} to keep it as its own"
         )
         return False
 

@@ -51,7 +51,7 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device) -> Me
     return MergedTensor(value, facts, _warnings(planned, facts))
 
 
-def load_task_vectors(plan: Plan, planned: PlannedTensor, device: torch.device) -> Float[Tensor, task * shape]:
+def load_task_vectors(plan: Plan, planned: PlannedTensor, device: torch.device) -> Float[Tensor, "task *shape"]:
     """W_t - W0 of every expert that has the tensor, [task, out, in] for matrices, in float32 (float64 if any input is)."""
     base = _to_method(plan.base.read(planned.name), planned.transposed)
     inputs = [_to_method(plan.experts[s.expert].read(s.name), planned.transposed) for s in planned.experts]

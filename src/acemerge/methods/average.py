@@ -21,7 +21,7 @@ class AverageOptions(Options):
     paper="Wortsman et al., Model soups, ICML 2022",
     touches="all",
 )
-def average(task_vectors: Float[Tensor, task * shape], options: AverageOptions) -> Float[Tensor, "*shape"]:  # noqa: ARG001
+def average(task_vectors: Float[Tensor, "task *shape"], options: AverageOptions) -> Float[Tensor, "*shape"]:  # noqa: ARG001
     """The mean of the experts: M = mean_t (W_t - W0), on every floating-point tensor but the task heads.
 
     The baseline every other method has to beat.

@@ -73,7 +73,7 @@ class Method:
     flops: Cost
     float64_elements: Cost
 
-    def __call__(self, task_vectors: Float[Tensor, task * shape], options: Options) -> Merged:
+    def __call__(self, task_vectors: Float[Tensor, "task *shape"], options: Options) -> Merged:
         """alpha * M, in the precision the method worked in, with the method's facts."""
         result = self.kernel(task_vectors, options)
         merged = result if isinstance(result, Merged) else Merged(result)
