@@ -186,7 +186,7 @@ class CentredExperts:
         return torch.zeros(rows, columns, dtype=torch.float64, device=self._device)
 
     def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
-        return self._deltas[t][rows].double().sub_(self._means[t])
+        return self._deltas[t][rows] - self._means[t]  # float64, whatever the deltas are: the means are
 
     def traces(self) -> list[float]:
         """tr_t = |C_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
@@ -201,7 +201,7 @@ class CentredExperts:
     def sums(self) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
         """sum_t D_t, a block of rows at a time."""
         for rows in row_blocks(self._rows, self._columns):
-            total = self._deltas[0][rows].double()
+            total = self._deltas[0][rows].to(torch.float64, copy=True)
             for D in self._deltas[1:]:
                 total += D[rows]
             yield rows, total
