@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import scipy.linalg
 import torch
@@ -17,14 +16,14 @@ from jaxtyping import Float
 from scipy.linalg import blas, lapack
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 2**22  # float64 elements converted at a time: 32 MiB
+_BLOCK_ELEMENTS = 2**20  # float64 elements converted at a time: 8 MiB
 
 
 def row_blocks(rows: int, columns: int) -> Iterator[slice]:
     """Slices of rows small enough to convert to float64 without doubling a large tensor.
 
-    >>> list(row_blocks(3, 2**22))
-    [slice(0, 1, None), slice(1, 2, None), slice(2, 3, None)]
+    >>> list(row_blocks(3, 2**19))
+    [slice(0, 2, None), slice(2, 3, None)]
     """
     step = max(1, _BLOCK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
@@ -62,22 +61,9 @@ def mirror_lower(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 RidgeSolver = Callable[[Tensor], Tensor]
 
 
-class Gram(Protocol):
-    """S = X^T X for a stack of rows X, and what the equations do with it."""
-
-    def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
-        """`a S`."""
-
-    def row_sums(self) -> Float[Tensor, " n"]:
-        """`S 1`."""
-
-    def factorise(self, ridge: float) -> RidgeSolver:
-        """The function `a -> a (S + ridge I)^-1`, which may overwrite `a`. The Gram itself is used up."""
-
-
 @dataclass(frozen=True)
 class PrimalGram:
-    """S itself, n x n, symmetric and full. Right when the stack has at least n rows."""
+    """S = X^T X for a stack of rows X, as the n x n matrix, symmetric and full. Right when X has at least n rows."""
 
     matrix: Float[Tensor, "n n"]
 
@@ -90,14 +76,17 @@ class PrimalGram:
         return self.matrix.sum(1)
 
     def factorise(self, ridge: float) -> RidgeSolver:
-        """Cholesky in place: positive definite for ridge > 0, so no inverse and no fallback."""
+        """`a -> a (S + ridge I)^-1`, by Cholesky in place: S is used up, and `a` is overwritten.
+
+        Positive definite for ridge > 0, so no inverse and no fallback.
+        """
         solve = cholesky_solver(self.matrix, ridge)
         return lambda a: solve(a.T).T
 
 
 @dataclass(frozen=True)
 class DualGram:
-    """S through K = X X^T, for a stack X of fewer than n rows (Woodbury): no n x n matrix is ever formed."""
+    """The same S through K = X X^T, for a stack X of fewer than n rows (Woodbury): no n x n matrix is ever formed."""
 
     stack: Float[Tensor, "rows n"]
     outer: Float[Tensor, "rows rows"]
@@ -111,9 +100,12 @@ class DualGram:
         return self.stack.T @ self.stack.sum(1)
 
     def factorise(self, ridge: float) -> RidgeSolver:
-        """`a (S + ridge I)^-1 = (a - a X^T (K + ridge I)^-1 X) / ridge`."""
+        """`a -> a (S + ridge I)^-1 = (a - a X^T (K + ridge I)^-1 X) / ridge`; K is used up."""
         solve = cholesky_solver(self.outer, ridge)
         return lambda a: (a - solve((a @ self.stack.T).T).T @ self.stack) / ridge
+
+
+Gram = PrimalGram | DualGram
 
 
 def cholesky_solver(gram: Float[Tensor, "n n"], ridge: float) -> RidgeSolver:

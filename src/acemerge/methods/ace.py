@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -47,7 +47,7 @@ class AceOptions(Options):
     prior: Annotated[bool, Field(description="collective structural prior")] = True
     refine: Annotated[bool, Field(description="spectral refinement of heterogeneous tensors")] = True
 
-    def resolve(self, config: Mapping[str, Any]) -> Self:
+    def resolve(self, config: Mapping[str, Any]) -> AceOptions:
         """Replace epsilon='paper' by the paper's value for this base model."""
         if self.epsilon != "paper":
             return self
@@ -208,8 +208,9 @@ class CentredExperts:
 
     def add_weighted(self, total: Float[Tensor, "out in"], weights: list[float]) -> Float[Tensor, "out in"]:
         """total + sum_t weight_t C_t, in place."""
-        for D, mean, weight in zip(self._deltas, self._means, weights, strict=True):
-            total.add_(D, alpha=weight).sub_(mean * weight)
+        for t, weight in enumerate(weights):
+            for rows in row_blocks(self._rows, self._columns):
+                total[rows].add_(self._centred(t, rows), alpha=weight)
         return total
 
     def mean_covariance(self, a: list[float]) -> Float[Tensor, " in"]:

@@ -22,7 +22,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 from jaxtyping import Float
@@ -42,7 +42,7 @@ class Options:
 
     alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 1.0
 
-    def resolve(self, config: Mapping[str, Any]) -> Self:  # noqa: ARG002
+    def resolve(self, config: Mapping[str, Any]) -> Options:  # noqa: ARG002
         """These options with every value that depends on the base model's config made explicit."""
         return self
 

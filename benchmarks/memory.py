@@ -1,0 +1,155 @@
+"""Peak memory of a merge against the promise: import footprint + (T + 6) x the largest tensor in float32.
+
+    python benchmarks/memory.py                       # 8 experts of GPT-2 medium's shapes, 1.4 GB each: needs 15 GB of disk
+    python benchmarks/memory.py --layers 2 --width 256 --vocabulary 8000
+
+The largest tensor is the vocabulary, which the gpt2 preset merges like every other matrix. Anonymous memory is what counts:
+the inputs are memory-mapped, and their pages belong to the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A GPT-2 of any size."""
+
+    layers: int = 24
+    width: int = 1024
+    vocabulary: int = 50257
+    experts: int = 8
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The on-disk names and shapes of its large tensors and a few small ones."""
+        d = self.width
+        yield "wte.weight", (self.vocabulary, d)
+        yield "wpe.weight", (1024, d)
+        for i in range(self.layers):
+            yield f"h.{i}.ln_1.weight", (d,)
+            yield f"h.{i}.attn.c_attn.weight", (d, 3 * d)
+            yield f"h.{i}.attn.c_attn.bias", (3 * d,)
+            yield f"h.{i}.attn.c_proj.weight", (d, d)
+            yield f"h.{i}.mlp.c_fc.weight", (d, 4 * d)
+            yield f"h.{i}.mlp.c_proj.weight", (4 * d, d)
+        yield "ln_f.weight", (d,)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one merge took, in bytes and seconds."""
+
+    experts: int
+    model_bytes: int
+    largest_tensor_float32: int
+    import_footprint: int
+    peak_anonymous: int
+    seconds: float
+
+    @property
+    def units(self) -> float:
+        """Peak beyond the footprint, in largest tensors."""
+        return (self.peak_anonymous - self.import_footprint) / self.largest_tensor_float32
+
+
+def make_models(shapes: Shapes, folder: Path) -> None:
+    """A base and experts of random weights; the experts' strengths differ, so that both branches of ACE run."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.tensors()}
+    for index in range(shapes.experts + 1):
+        target = folder / ("base" if index == 0 else f"expert-{index}")
+        target.mkdir(parents=True)
+        (target / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+        strength = 0.0 if index == 0 else 2e-4 * 1.6**index
+        model = {n: w + torch.randn(w.shape, generator=generator) * strength for n, w in base.items()}
+        save_file(model, target / "model.safetensors", metadata={"format": "pt"})
+
+
+# Runs in the measured process: everything imported and warmed up by a merge of nothing much, then the footprint, then the merge.
+_CHILD = """
+import sys, torch, acemerge
+from acemerge.pipeline import run_merge
+acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)
+print("ready", flush=True); sys.stdin.readline()
+folder, experts = sys.argv[1], int(sys.argv[2])
+acemerge.merge(f"{folder}/base", [f"{folder}/expert-{i}" for i in range(1, experts + 1)], f"{folder}/merged", quiet=False)
+print("done", flush=True); sys.stdin.readline()
+"""
+
+
+def anonymous_memory(pid: int) -> int:
+    """RssAnon of a process, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measure(shapes: Shapes, folder: Path) -> Measurement:
+    """Merge the models of `folder` in a process of its own, sampling its memory."""
+    from threading import Event, Thread
+
+    command = [sys.executable, "-c", _CHILD, str(folder), str(shapes.experts)]
+    peak, stop = 0, Event()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def sample() -> None:
+            nonlocal peak
+            while not stop.wait(0.003):
+                peak = max(peak, anonymous_memory(child.pid))
+
+        assert child.stdout.readline() == "ready\n"
+        footprint = anonymous_memory(child.pid)
+        sampler = Thread(target=sample)
+        sampler.start()
+        started = time.perf_counter()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+        seconds = time.perf_counter() - started
+        stop.set()
+        sampler.join()
+        child.stdin.write("\n")
+    sizes = [_elements(shape) for _, shape in shapes.tensors()]
+    return Measurement(shapes.experts, sum(sizes) * 4, max(sizes) * 4, footprint, peak, seconds)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+def main() -> None:
+    """Make, merge, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in asdict(Shapes()).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
+    arguments = vars(parser.parse_args())
+    parent = arguments.pop("folder")
+    shapes = Shapes(**arguments)
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        make_models(shapes, Path(folder))
+        result = measure(shapes, Path(folder))
+    print(f"{result.experts} experts of {result.model_bytes / 1e9:.2f} GB each, merged in {result.seconds:.0f} s")
+    print(f"largest tensor        {result.largest_tensor_float32 / 1e6:8.0f} MB in float32")
+    print(f"import footprint      {result.import_footprint / 1e6:8.0f} MB")
+    print(f"peak anonymous memory {result.peak_anonymous / 1e6:8.0f} MB = footprint + {result.units:.2f} x largest tensor")
+    print(f"promise               footprint + {shapes.experts + 6} x largest tensor: {'kept' if result.units < shapes.experts + 6 else 'BROKEN'}")
+
+
+if __name__ == "__main__":
+    main()
