@@ -148,7 +148,8 @@ def main() -> None:
     print(f"largest tensor        {result.largest_tensor_float32 / 1e6:8.0f} MB in float32")
     print(f"import footprint      {result.import_footprint / 1e6:8.0f} MB")
     print(f"peak anonymous memory {result.peak_anonymous / 1e6:8.0f} MB = footprint + {result.units:.2f} x largest tensor")
-    print(f"promise               footprint + {shapes.experts + 6} x largest tensor: {'kept' if result.units < shapes.experts + 6 else 'BROKEN'}")
+    verdict = "kept" if result.units < shapes.experts + 6 else "BROKEN"
+    print(f"promise               footprint + {shapes.experts + 6} x largest tensor: {verdict}")
 
 
 if __name__ == "__main__":

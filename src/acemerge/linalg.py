@@ -30,6 +30,11 @@ def row_blocks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
+def uses_lapack(tensor: Tensor) -> bool:
+    """Whether scipy's BLAS and LAPACK can work on this tensor's memory; otherwise torch does the same on its device."""
+    return tensor.device.type == "cpu"
+
+
 def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
     """|x|_F^2, accumulated in float64."""
     flat = x.reshape(-1)
@@ -38,7 +43,7 @@ def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
 
 def add_gram(gram: Float[Tensor, "n n"], x: Float[Tensor, "rows n"], scale: float = 1.0) -> None:
     """Lower triangle of `gram` += scale x^T x, in place: one symmetric rank-k update, half the work of a product."""
-    if gram.device.type == "cpu":
+    if uses_lapack(gram):
         # Fortran sees a row-major matrix as its transpose, without a copy; the lower triangle of `gram` is its upper one.
         # A transposed view x of a row-major matrix is already in Fortran's order.
         rows_first = x.is_contiguous()
@@ -111,13 +116,13 @@ Gram = PrimalGram | DualGram
 def cholesky_solver(gram: Float[Tensor, "n n"], ridge: float) -> RidgeSolver:
     """`rhs -> (gram + ridge I)^-1 rhs`. Both `gram` and the columns given to the solver are overwritten on the CPU."""
     gram.diagonal().add_(ridge)
-    if gram.device.type == "cpu":
+    if uses_lapack(gram):
         factor, failed = lapack.dpotrf(gram.numpy().T, lower=1, clean=0, overwrite_a=1)
     else:
         factor, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         raise ArithmeticError(f"the regularised system is not positive definite in float64 (ridge {ridge:.3g})")
-    if gram.device.type == "cpu":
+    if uses_lapack(gram):
         return lambda rhs: torch.from_numpy(lapack.dpotrs(factor, rhs.numpy(), lower=1, overwrite_b=1)[0])
     return lambda rhs: torch.cholesky_solve(rhs, factor)
 
@@ -154,7 +159,7 @@ def leading_directions(matrix: Float[Tensor, "m n"], k: int) -> LeadingDirection
 def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "n k"]]:
     """The k > 0 largest eigenpairs, in ascending order, of a symmetric matrix given by its lower triangle (overwritten)."""
     n = gram.shape[0]
-    if gram.device.type == "cpu":
+    if uses_lapack(gram):
         # The row-major lower triangle is the Fortran upper one.
         values, vectors = scipy.linalg.eigh(
             gram.numpy().T,

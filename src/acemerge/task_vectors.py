@@ -35,16 +35,19 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device) -> Me
     if planned.method is None or planned.options is None:
         return MergedTensor(base.to(dtype), {})
     task_vectors = load_task_vectors(plan, planned, device)
-    if not task_vectors.any():
+    energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
+    if not all(map(math.isfinite, energies)):
+        raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
+    if not any(energies):
         return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
     try:
         merged = get_method(planned.method)(task_vectors, planned.options)
     except ArithmeticError as error:
         raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
-    facts = {**merged.facts, **_norms(task_vectors, merged)} if planned.action == "merged" else dict(merged.facts)
     del task_vectors
+    facts = {**merged.facts, **(_norms(energies, merged) if planned.action == "merged" else {})}
     value = _to_stored(merged.delta.add_(_to_method(base, planned.transposed).to(device)), planned.transposed, dtype)
-    if not torch.isfinite(value).all():
+    if not math.isfinite(sum_of_squares(value)):
         raise MergeError(
             f"tensor '{planned.name}': the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
         )
@@ -81,10 +84,9 @@ def _to_stored(merged: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
     return _to_method(merged, transposed).to("cpu", dtype).contiguous()
 
 
-def _norms(task_vectors: Tensor, merged: Merged) -> dict[str, Fact]:
-    norms = [math.sqrt(sum_of_squares(task_vector)) for task_vector in task_vectors]
-    norm = math.sqrt(sum_of_squares(merged.delta))
-    return {"norm": norm, "largest_task_norm": max(norms), "norm_ratio": norm / max(norms)}
+def _norms(energies: list[float], merged: Merged) -> dict[str, Fact]:
+    norm, largest = math.sqrt(sum_of_squares(merged.delta)), math.sqrt(max(energies))
+    return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
 
 
 def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact]) -> tuple[str, ...]:

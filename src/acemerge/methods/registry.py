@@ -17,14 +17,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
-import torch
 from jaxtyping import Float
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
@@ -195,10 +193,3 @@ def get_method(name: str) -> Method:
     if name not in _registered:
         raise InputError(f"there is no method '{name}': {did_you_mean(name, _registered)}")
     return _registered[name]
-
-
-def is_finite(merged: Merged) -> bool:
-    """Whether every entry of the merged delta is a number."""
-    return bool(torch.isfinite(merged.delta).all()) and not any(
-        isinstance(fact, float) and math.isnan(fact) for fact in merged.facts.values()
-    )

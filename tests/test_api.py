@@ -1,0 +1,94 @@
+import copy
+
+import acemerge
+import numpy as np
+import pytest
+import torch
+from acemerge.errors import InputError
+from reference_ace import reference_ace
+from small_models import base_tensors, fine_tuned
+from torch import Tensor
+
+
+def state_dicts() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    base = base_tensors()
+    return base, [fine_tuned(base, i, strength=0.02 * 2.5**i) for i in range(3)]
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
+
+
+def test_merge_state_dicts_equals_the_equations() -> None:
+    base, experts = state_dicts()
+    merged = acemerge.merge_state_dicts(base, experts, method="ace", epsilon=1e-3)
+    for name in ("layers.0.weight", "layers.1.weight"):
+        deltas = np.stack([(expert[name].double() - base[name].double()).numpy() for expert in experts])
+        expected = base[name].double() + torch.from_numpy(reference_ace(deltas, epsilon=1e-3).merged)
+        assert (merged[name] - expected).norm() / (expected - base[name]).norm() < 1e-4
+    for name in ("layers.0.bias", "embed.weight", "scale"):
+        torch.testing.assert_close(merged[name], torch.stack([expert[name] for expert in experts]).mean(0))
+    assert merged["steps"].equal(base["steps"])
+
+
+def test_merge_state_dicts_leaves_its_inputs_alone_and_hands_out_new_memory() -> None:
+    base, experts = state_dicts()
+    before = copy.deepcopy([base, *experts])
+    merged = acemerge.merge_state_dicts(base, experts)
+    assert all(same(one, other) for one, other in zip([base, *experts], before, strict=True))
+    inputs = {t.data_ptr() for model in (base, *experts) for t in model.values()}
+    assert not inputs & {t.data_ptr() for t in merged.values()}
+
+
+def test_experts_that_changed_nothing_give_the_base_bit_for_bit() -> None:
+    base = base_tensors()
+    base["layers.0.weight"][0, 0] = -0.0
+    merged = acemerge.merge_state_dicts(base, [base_tensors() | {"layers.0.weight": base["layers.0.weight"].clone()}] * 2)
+    assert same(merged, base)
+    assert torch.signbit(merged["layers.0.weight"][0, 0])
+
+
+def test_a_frozen_expert_has_no_opinion() -> None:
+    base, experts = state_dicts()
+    with_frozen = acemerge.merge_state_dicts(base, [*experts, base])
+    without = acemerge.merge_state_dicts(base, experts)
+    for name in ("layers.0.weight", "layers.1.weight"):
+        assert with_frozen[name].equal(without[name])
+
+
+def test_tied_tensors_stay_tied() -> None:
+    base, experts = state_dicts()
+    for model in (base, *experts):
+        model["lm_head.weight"] = model["embed.weight"]
+    merged = acemerge.merge_state_dicts(base, experts)
+    assert merged["lm_head.weight"].data_ptr() == merged["embed.weight"].data_ptr()
+
+
+def test_named_experts_and_config() -> None:
+    base, experts = state_dicts()
+    named = dict(zip("abc", experts, strict=True))
+    merged = acemerge.merge_state_dicts(base, named, config={"model_type": "gpt2"})
+    assert same(merged, acemerge.merge_state_dicts(base, experts, preset="gpt2", epsilon=4e-2))
+
+
+def test_options_are_validated_everywhere() -> None:
+    base, experts = state_dicts()
+    with pytest.raises(InputError, match="did you mean 'epsilon'"):
+        acemerge.merge_state_dicts(base, experts, epsilom=1)
+    with pytest.raises(InputError, match="did you mean 'tau'"):
+        acemerge.merge_task_vectors(torch.zeros(2, 3, 3), ta=1)
+    with pytest.raises(InputError, match="there is no method 'aec'"):
+        acemerge.merge_task_vectors(torch.zeros(2, 3, 3), method="aec")
+
+
+def test_one_row_and_one_column_matrices_are_averaged() -> None:
+    base = {"row.weight": torch.zeros(1, 5), "column.weight": torch.zeros(5, 1)}
+    experts = [{name: torch.rand(w.shape) for name, w in base.items()} for _ in range(2)]
+    merged = acemerge.merge_state_dicts(base, experts)
+    for name in base:
+        torch.testing.assert_close(merged[name], (experts[0][name] + experts[1][name]) / 2)
+
+
+def test_unknown_attribute() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'marge'"):
+        _ = acemerge.marge

@@ -1,0 +1,186 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from acemerge.cli import main
+from small_models import Models, write_models
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return write_models(tmp_path)
+
+
+class Command:
+    """Runs `acemerge ...` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        self._monkeypatch.setattr(sys, "argv", ["acemerge", *map(str, arguments)])
+        self._monkeypatch.setenv("COLUMNS", "200")
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 0
+        captured = self._capsys.readouterr()
+        return code, captured.out, captured.err
+
+
+@pytest.fixture
+def acemerge(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['acemerge', '--help']\n"
+        "from acemerge.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "acemerge merge BASE EXPERT" in result.stdout
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_merge_then_the_same_bytes_from_its_own_recipe(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    code, out, err = acemerge("merge", *models.arguments, "-o", tmp_path / "out", "-s", "epsilon=1e-3")
+    assert code == 0, err
+    assert "2 merged, 3 averaged, 0 kept, 1 copied" in out
+    assert "6/6 tensors" in err
+    recipe = yaml.safe_load((tmp_path / "out/acemerge.yaml").read_text())
+    assert recipe["options"]["epsilon"] == 1e-3
+    assert str(tmp_path) not in (tmp_path / "out/acemerge.yaml").read_text()
+    again = tmp_path / "acemerge.yaml"  # beside the models, whose names it uses
+    again.write_text((tmp_path / "out/acemerge.yaml").read_text())
+    assert acemerge("merge", again, "-o", tmp_path / "again")[0] == 0
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+def test_recipe_rules_and_flags_over_a_file(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    recipe = {
+        "base": "base",
+        "experts": ["expert-0", {"model": "expert-1", "name": "second"}],
+        "options": {"epsilon": 0.5},
+        "tensors": [{"match": "layers.1.*", "do": "keep"}, {"match": "embed.*", "method": "average", "options": {"alpha": 2}}],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    code, out, err = acemerge("plan", tmp_path / "recipe.yaml", "-s", "tau=0.1", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    fates = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    assert plan["options"]["epsilon"] == 0.5
+    assert plan["options"]["tau"] == 0.1
+    assert fates["layers.1.weight"]["action"] == "kept"
+    assert fates["embed.weight"]["method"] == "average"
+    assert fates["embed.weight"]["options"] == {"alpha": 2.0}
+    assert fates["layers.0.weight"]["experts"] == {"expert-0": "layers.0.weight", "second": "layers.0.weight"}
+
+
+def test_plan_reads_no_tensor_data(acemerge: Command, models: Models) -> None:
+    weights = models.experts[0] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-400:] = b"\xff" * 400  # NaNs: a plan that looked would notice
+    weights.write_bytes(content)
+    code, out, _ = acemerge("plan", *models.arguments)
+    assert code == 0
+    assert "reads" in out
+    assert "peak memory" in out
+    assert "GFLOP" in out
+
+
+def test_merge_json(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    code, out, err = acemerge("merge", *models.arguments, "-o", tmp_path / "out", "--json")
+    assert code == 0
+    assert err == ""
+    result = json.loads(out)
+    merged = [tensor for tensor in result["tensors"] if tensor["action"] == "merged"]
+    assert {tensor["branch"] for tensor in merged} == {"homogeneous"}
+    assert all(tensor["norm_ratio"] > 0 for tensor in merged)
+    assert result["totals"]["merged"] == 2
+
+
+def test_verbose_and_quiet(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    _, out, _ = acemerge("merge", *models.arguments, "-o", tmp_path / "a", "-v")
+    assert "gamma" in out
+    code, out, err = acemerge("merge", *models.arguments, "-o", tmp_path / "b", "-q", "--threads", "1")
+    assert (code, out, err) == (0, "", "")
+
+
+def test_sharded_output(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    acemerge("merge", *models.arguments, "-o", tmp_path / "one")
+    code, _, _ = acemerge("merge", *models.arguments, "-o", tmp_path / "many", "--shard-size", "1kB")
+    assert code == 0
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    one = load_file(tmp_path / "one/model.safetensors")
+    many = {k: v for shard in set(index["weight_map"].values()) for k, v in load_file(tmp_path / "many" / shard).items()}
+    assert one.keys() == many.keys() == index["weight_map"].keys()
+    assert all(one[name].equal(many[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(w.numel() * w.element_size() for w in one.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-m", "acee"], "there is no method 'acee': did you mean 'ace'?"),
+        (["-s", "epsilonn=1"], "method 'ace' has no option 'epsilonn': did you mean 'epsilon'?"),
+        (["-s", "epsilon=-1"], "epsilon=-1 is not allowed: it must be a number > 0 or 'paper'"),
+        (["-s", "k_frac=2"], "k_frac=2 is not allowed: it must be a number >= 0 and <= 1"),
+        (["-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),
+        (["-s", "epsilon"], "write it as KEY=VALUE"),
+        (["-s", "orientation=stored"], "use --orientation"),
+        (["--orientation", "sideways"], "orientation"),
+        (["--dtype", "int4"], "dtype"),
+        (["--shard-size", "huge"], "write a size as 5GB"),
+        (["--preset", "berd"], "did you mean 'bert'?"),
+        (["--device", "toaster"], "--device toaster: not available here"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    acemerge: Command, models: Models, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    code, _, err = acemerge("merge", *models.arguments, "-o", tmp_path / "out", *arguments)
+    assert code == 2
+    assert complaint in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_unknown_recipe_field(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("base: base\nexperts: [expert-0]\nmetod: ace\n")
+    code, _, err = acemerge("merge", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
+    assert code == 2
+    assert "there is no field 'metod': did you mean 'method'?" in err
+
+
+def test_one_model_is_not_enough(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    code, _, err = acemerge("merge", models.base, "-o", tmp_path / "out")
+    assert code == 2
+    assert "at least one expert" in err
+
+
+def test_methods_lists_and_describes(acemerge: Command) -> None:
+    _, out, _ = acemerge("methods")
+    assert "ace" in out
+    assert "average" in out
+    _, out, _ = acemerge("methods", "ace")
+    assert all(option in out for option in ("epsilon", "tau", "k_frac", "normalise", "prior", "refine", "alpha"))
+    _, out, _ = acemerge("methods", "ace", "--json")
+    assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
+
+
+def test_head_command_needs_heads(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    acemerge("merge", *models.arguments, "-o", tmp_path / "out")
+    code, _, err = acemerge("head", tmp_path / "out", "expert-0", "-o", tmp_path / "task")
+    assert code == 2
+    assert "holds no heads" in err

@@ -1,0 +1,172 @@
+"""Everything headers can show to be wrong is reported at once, before work, and no output appears."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import acemerge
+from acemerge.errors import InputError, MergeError, PreflightError
+from small_models import Models, base_tensors, fine_tuned, write_model, write_models
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return write_models(tmp_path)
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def problems(models: Models, output: Path, **options: object) -> str:
+    with pytest.raises(InputError) as caught:
+        acemerge.merge(models.base, models.experts, output, **options)  # type: ignore[arg-type]
+    assert not list(output.parent.glob(f"{output.name}*"))
+    return str(caught.value)
+
+
+def test_all_problems_at_once(models: Models, tmp_path: Path) -> None:
+    edit(models.experts[0], lambda t: t.pop("layers.0.weight"))
+    edit(models.experts[1], lambda t: t.update({"layers.1.weight": torch.zeros(6, 13)}))
+    edit(models.experts[2], lambda t: t.update({"layers.9.weight": torch.zeros(2, 2), "embed.weight": torch.zeros(20, 8).long()}))
+    message = problems(models, tmp_path / "out")
+    assert message.startswith("4 problems")
+    assert f"expert 'expert-0' ({models.experts[0]}) lacks 'layers.0.weight'" in message
+    assert "tensor 'layers.1.weight': shape [6, 12] in base 'base'" in message
+    assert f"[6, 13] in expert 'expert-1' ({models.experts[1]})" in message
+    assert "tensor 'layers.9.weight' [2, 2] of expert 'expert-2'" in message
+    assert "tensor 'embed.weight': float32 in base" in message
+    assert "int64 in expert 'expert-2'" in message
+    assert message.count("do: head") == 2  # the fixes are spelled out
+
+
+def test_missing_tensors_can_be_skipped(models: Models, tmp_path: Path) -> None:
+    edit(models.experts[0], lambda t: t.pop("layers.0.weight"))
+    result = acemerge.merge(models.base, models.experts, tmp_path / "out", missing="skip", method="average")
+    assert "expert 'expert-0' lacks 'layers.0.weight'" in result.warnings[0]
+    base = load_file(models.base / "model.safetensors")
+    others = [load_file(expert / "model.safetensors")["layers.0.weight"] for expert in models.experts[1:]]
+    merged = load_file(tmp_path / "out/model.safetensors")["layers.0.weight"]
+    torch.testing.assert_close(merged, base["layers.0.weight"] + sum(w - base["layers.0.weight"] for w in others) / 2)
+
+
+def test_an_extra_tensor_can_be_declared_a_head(models: Models, tmp_path: Path) -> None:
+    edit(models.experts[2], lambda t: t.update({"probe.weight": torch.ones(2, 8)}))
+    acemerge.merge(models.base, models.experts, tmp_path / "out", tensors=[{"match": "probe.*", "do": "head"}])
+    assert load_file(tmp_path / "out/heads/expert-2/head.safetensors")["probe.weight"].equal(torch.ones(2, 8))
+
+
+def test_a_pattern_that_matches_nothing(models: Models, tmp_path: Path) -> None:
+    assert "'layer.*' matches no tensor" in problems(models, tmp_path / "out", tensors=[{"match": "layer.*", "do": "keep"}])
+
+
+def test_the_same_model_twice(models: Models, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(models.experts[0])
+    twice = Models(models.base, [models.experts[0], link])
+    assert "are the same files" in problems(twice, tmp_path / "out")
+    assert "are the same files" in problems(Models(models.base, [models.base]), tmp_path / "out")
+
+
+def test_nothing_in_common(models: Models, tmp_path: Path) -> None:
+    stranger = write_model(tmp_path / "stranger", {"classifier.weight": torch.zeros(3, 3)})
+    message = problems(Models(models.base, [stranger]), tmp_path / "out")
+    assert "no weights in common" in message
+
+
+def test_missing_shards_are_all_named(models: Models, tmp_path: Path) -> None:
+    folder = models.experts[0]
+    shutil.move(folder / "model.safetensors", folder / "model-00001-of-00003.safetensors")
+    names = load_file(folder / "model-00001-of-00003.safetensors").keys()
+    index = {name: f"model-0000{1 + i % 3}-of-00003.safetensors" for i, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    message = problems(models, tmp_path / "out")
+    assert "model-00002-of-00003.safetensors: missing" in message
+    assert "model-00003-of-00003.safetensors: missing" in message
+
+
+def test_a_tensor_the_index_promises(models: Models, tmp_path: Path) -> None:
+    folder = models.experts[0]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"gone.weight": "model.safetensors"}}))
+    assert "tensor 'gone.weight' is missing" in problems(models, tmp_path / "out")
+
+
+def test_shards_outside_the_folder_are_refused(models: Models, tmp_path: Path) -> None:
+    weight_map = {"layers.0.weight": "../expert-1/model.safetensors"}
+    (models.experts[0] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "plain file names" in problems(models, tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "not safetensors", "empty"])
+def test_damaged_files(models: Models, tmp_path: Path, damage: str) -> None:
+    path = models.experts[1] / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[:-10], "not safetensors": b"hello " * 50, "empty": b""}[damage])
+    message = problems(models, tmp_path / "out")
+    assert str(path) in message
+    assert "not a whole safetensors file" in message
+
+
+def test_adapters_and_quantised_models_are_refused_by_name(models: Models, tmp_path: Path) -> None:
+    (models.experts[0] / "adapter_config.json").write_text("{}")
+    config = json.loads((models.experts[1] / "config.json").read_text()) | {"quantization_config": {"bits": 4}}
+    assert "a PEFT adapter" in problems(models, tmp_path / "out")
+    (models.experts[0] / "adapter_config.json").unlink()
+    (models.experts[1] / "config.json").write_text(json.dumps(config))
+    assert "is quantised" in problems(models, tmp_path / "out")
+
+
+def test_not_enough_disk(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+    assert "make room" in problems(models, tmp_path / "out")
+
+
+def test_places_that_are_not_models(models: Models, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no weights at all" in problems(Models(models.base, [tmp_path / "empty"]), tmp_path / "out")
+    assert "no such file or folder" in problems(Models(models.base, [tmp_path / "nowhere"]), tmp_path / "out")
+
+
+def test_a_hub_id_that_is_not_cached_when_offline(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not in the local hub cache"):
+        acemerge.merge(models.base, ["nobody/nothing@main"], tmp_path / "out", offline=True)
+
+
+def test_nan_is_never_published(models: Models, tmp_path: Path) -> None:
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.0.weight"][0, :2] = float("nan")
+
+    edit(models.experts[1], poison)
+    for method in ("ace", "average"):
+        with pytest.raises(MergeError, match=r"expert-1.* has 2 NaN or infinite values in 'layers\.0\.weight'"):
+            acemerge.merge(models.base, models.experts, tmp_path / "out", method=method)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_merge_far_larger_than_its_inputs_is_reported(tmp_path: Path) -> None:
+    base = base_tensors()
+    write_model(tmp_path / "base", base)
+    for i in range(4):
+        write_model(tmp_path / f"e{i}", fine_tuned(base, i, strength=1e-4 * 3.0**i))
+    result = acemerge.merge(tmp_path / "base", [tmp_path / f"e{i}" for i in range(4)], tmp_path / "out", epsilon=1.0, tau=0.0)
+    assert any("x the largest task vector" in warning for warning in result.warnings)
+
+
+def test_same_basename_experts_get_names_from_their_parents(tmp_path: Path) -> None:
+    base = base_tensors()
+    write_model(tmp_path / "base", base)
+    experts = [write_model(tmp_path / run / "checkpoint", fine_tuned(base, i)) for i, run in enumerate(("math", "code"))]
+    result = acemerge.merge(tmp_path / "base", experts, tmp_path / "out")
+    assert [expert.name for expert in result.plan.experts] == ["math_checkpoint", "code_checkpoint"]
+
+
+def test_preflight_error_is_an_input_error() -> None:
+    assert str(PreflightError(["one"])).startswith("1 problem found")

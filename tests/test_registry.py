@@ -1,0 +1,91 @@
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import acemerge
+import pytest
+import torch
+from acemerge.methods import Merged, Options, all_methods, get_method, method, registry
+from pydantic import Field
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FirstOptions(Options):
+    which: Annotated[int, Field(ge=0, description="whose task vector")] = 0
+    sign: Literal["plus", "minus"] = "plus"
+    alpha: float = 2.0
+
+
+def register_first() -> None:
+    @method("first", title="The first expert", paper="none", touches="all")
+    def first(task_vectors: Tensor, options: FirstOptions) -> Tensor:
+        """One expert wins."""
+        return task_vectors[options.which] * (1 if options.sign == "plus" else -1)
+
+
+class EntryPoint:
+    name = "first"
+
+    @staticmethod
+    def load() -> None:
+        register_first()
+
+
+@pytest.fixture
+def with_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A method from another package, found by its entry point."""
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [EntryPoint] if group == "acemerge.methods" else [])
+    registry._discover.cache_clear()
+    yield
+    registry._registered.pop("first", None)
+    registry._discover.cache_clear()
+
+
+def test_a_method_from_another_package(with_plugin: None) -> None:
+    assert "first" in [m.name for m in all_methods()]
+    task_vectors = torch.rand(2, 3, 4)
+    merged = acemerge.merge_task_vectors(task_vectors, method="first", which=1, sign="minus")
+    assert merged.equal(-2 * task_vectors[1])
+    described = {option.name: option for option in get_method("first").describe_options()}
+    assert described["which"].allowed == "a whole number >= 0"
+    assert described["sign"].allowed == "one of 'plus', 'minus'"
+
+
+def test_alpha_scales_every_method() -> None:
+    task_vectors = torch.rand(3, 4, 5) - 0.5
+    for each in all_methods():
+        one = acemerge.merge_task_vectors(task_vectors, method=each.name, alpha=1.0)
+        half = acemerge.merge_task_vectors(task_vectors, method=each.name, alpha=0.5)
+        torch.testing.assert_close(half, one / 2)
+
+
+@pytest.mark.parametrize("name", [m.name for m in all_methods()])
+def test_every_method_explains_itself(name: str) -> None:
+    described = get_method(name)
+    assert described.summary
+    assert described.paper
+    assert all(option.meaning and option.allowed for option in described.describe_options())
+    assert described.flops(8, 768, 768) > 0
+
+
+def test_a_kernel_may_return_facts() -> None:
+    result = get_method("ace")(torch.rand(2, 4, 4), get_method("ace").options({"epsilon": 0.1}))
+    assert isinstance(result, Merged)
+    assert result.facts["branch"] in ("homogeneous", "heterogeneous")
+
+
+@pytest.mark.parametrize(
+    ("config", "epsilon"),
+    [
+        ({"model_type": "gpt2"}, 4e-2),
+        ({"model_type": "roberta", "hidden_size": 768}, 2e-4),
+        ({"model_type": "roberta", "hidden_size": 1024}, 1e-5),
+        ({"model_type": "clip"}, 1e-5),
+        ({}, 1e-5),
+    ],
+)
+def test_epsilon_paper_resolves_from_the_config(config: dict[str, object], epsilon: float) -> None:
+    options = get_method("ace").options({}).resolve(config)
+    assert vars(options)["epsilon"] == epsilon

@@ -1,0 +1,183 @@
+"""An output folder is absent or whole; interrupted work is reused only when nothing changed."""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+
+import acemerge
+from acemerge.checkpoint import TensorHeader
+from acemerge.engine import local
+from acemerge.errors import InputError
+from acemerge.plan import Plan, PlannedTensor
+from acemerge.task_vectors import MergedTensor, merge_tensor
+from acemerge.writer import staged_output, write_safetensors
+from small_models import Models, write_models
+
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "bool"]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return write_models(tmp_path)
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=6))
+def test_streamed_files_load_like_the_librarys_own(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, list[int]]]
+) -> None:
+    path = tmp_path_factory.mktemp("streamed") / "x.safetensors"
+    tensors = {f"t{i}": torch.rand(shape).mul(5).to(getattr(torch, dtype)) for i, (dtype, shape) in enumerate(kinds)}
+    headers = [(name, TensorHeader(str(t.dtype).removeprefix("torch."), tuple(t.shape))) for name, t in tensors.items()]
+    digest = write_safetensors(path, headers, tensors.values())
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    assert all(loaded[n].equal(t) and loaded[n].dtype == t.dtype for n, t in tensors.items())
+    assert len(path.read_bytes()) <= len(save(tensors, {"format": "pt"})) + 8
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def stop_at(name: str, calls: list[str]) -> object:
+    """A merge_tensor that counts its calls and is interrupted at one tensor."""
+
+    def interrupted(plan: Plan, planned: PlannedTensor, device: torch.device) -> MergedTensor:
+        calls.append(planned.name)
+        if planned.name == name:
+            raise KeyboardInterrupt
+        return merge_tensor(plan, planned, device)
+
+    return interrupted
+
+
+def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[str]:
+    calls: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "merge_tensor", stop_at("layers.1.weight", calls))
+        with pytest.raises(KeyboardInterrupt):
+            acemerge.merge(models.base, models.experts, output, shard_size="1kB", **options)  # type: ignore[arg-type]
+    assert not output.exists()
+    return calls
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(local, "merge_tensor", stop_at("", calls))
+    return calls
+
+
+def test_an_interrupted_merge_goes_on_and_gives_the_same_bytes(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "whole", shard_size="1kB")
+    done = interrupt(models, tmp_path / "out", monkeypatch)
+    assert len(done) > 1
+    assert (tmp_path / "out.partial").is_dir()
+    calls = count_calls(monkeypatch)
+    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB")
+    assert done[0] not in calls
+    assert "layers.1.weight" in calls
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("change", ["option", "input", "shard", "no resume"])
+def test_stale_shards_are_never_reused(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    done = interrupt(models, tmp_path / "out", monkeypatch)
+    options: dict[str, object] = {}
+    if change == "option":
+        options["epsilon"] = 0.1
+    elif change == "input":
+        os.utime(models.base / "model.safetensors", (1, 1))
+    elif change == "shard":
+        finished = min((tmp_path / "out.partial").glob("*.safetensors"))
+        finished.write_bytes(finished.read_bytes()[:-4] + b"\0\0\0\0")
+    else:
+        options["resume"] = False
+    calls = count_calls(monkeypatch)
+    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", **options)  # type: ignore[arg-type]
+    assert done[0] in calls
+
+
+def test_nothing_stays_when_nothing_was_finished(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
+    with pytest.raises(KeyboardInterrupt):
+        acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_existing_output_is_refused_without_overwrite(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    with pytest.raises(InputError, match="pass --overwrite"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out", method="average")
+    assert tree(tmp_path / "out") == before
+    acemerge.merge(models.base, models.experts, tmp_path / "out", method="average", overwrite=True)
+    assert tree(tmp_path / "out") != before
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_overwrite_never_deletes_what_acemerge_did_not_make(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not an acemerge output"):
+        acemerge.merge(models.base, models.experts, models.experts[0], overwrite=True)
+    assert (models.experts[0] / "model.safetensors").is_file()
+
+
+def test_a_failed_overwrite_leaves_the_old_output(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    monkeypatch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
+    with pytest.raises(KeyboardInterrupt):
+        acemerge.merge(models.base, models.experts, tmp_path / "out", method="average", overwrite=True)
+    assert tree(tmp_path / "out") == before
+
+
+def test_a_second_run_into_the_same_output_is_refused(tmp_path: Path) -> None:
+    with (
+        staged_output(tmp_path / "out", "", resume=True, overwrite=False),
+        pytest.raises(InputError, match="another acemerge process"),
+        staged_output(tmp_path / "out", "", resume=True, overwrite=False),
+    ):
+        pass
+
+
+def test_nothing_local_in_the_documents(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    for name in ("README.md", "acemerge.yaml", "acemerge_manifest.json"):
+        text = (tmp_path / "out" / name).read_text()
+        assert str(tmp_path) not in text
+        assert not re.search(r"[\s\"'](/\w+)+/", text)
+        assert sys.prefix not in text
+
+
+def test_input_hashes_are_written_and_checked(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    recipe = yaml.safe_load((tmp_path / "out/acemerge.yaml").read_text())
+    expected = hashlib.sha256((models.base / "model.safetensors").read_bytes()).hexdigest()
+    assert recipe["inputs"]["base"]["model.safetensors"] == expected
+    assert expected in (tmp_path / "out/README.md").read_text()
+
+
+def test_every_tensor_is_accounted_for(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out/acemerge_manifest.json").read_text())
+    base, output = (load_file(folder / "model.safetensors") for folder in (models.base, tmp_path / "out"))
+    assert {t["name"] for t in manifest["tensors"]} == base.keys() == output.keys()
+    assert sum(manifest["totals"][a] for a in ("merged", "averaged", "kept", "copied")) == len(base)
+    assert (
+        manifest["outputs"]["model.safetensors"] == hashlib.sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest()
+    )
