@@ -1,13 +1,14 @@
 import copy
 
-import acemerge
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
+import acemerge
 from acemerge.errors import InputError
 from reference_ace import reference_ace
 from small_models import base_tensors, fine_tuned
-from torch import Tensor
 
 
 def state_dicts() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

@@ -179,8 +179,8 @@ def test_methods_lists_and_describes(acemerge: Command) -> None:
     assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
 
 
-def test_head_command_needs_heads(acemerge: Command, models: Models, tmp_path: Path) -> None:
+def test_task_command_needs_something_to_put_back(acemerge: Command, models: Models, tmp_path: Path) -> None:
     acemerge("merge", *models.arguments, "-o", tmp_path / "out")
-    code, _, err = acemerge("head", tmp_path / "out", "expert-0", "-o", tmp_path / "task")
+    code, _, err = acemerge("task", tmp_path / "out", "expert-0", "-o", tmp_path / "task")
     assert code == 2
     assert "holds no heads" in err

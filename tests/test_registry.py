@@ -3,12 +3,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import acemerge
 import pytest
 import torch
-from acemerge.methods import Merged, Options, all_methods, get_method, method, registry
 from pydantic import Field
 from torch import Tensor
+
+import acemerge
+from acemerge.methods import Merged, Options, all_methods, get_method, method, registry
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -55,11 +56,11 @@ def tree(folder: Path) -> dict[str, bytes]:
 def stop_at(name: str, calls: list[str]) -> object:
     """A merge_tensor that counts its calls and is interrupted at one tensor."""
 
-    def interrupted(plan: Plan, planned: PlannedTensor, device: torch.device) -> MergedTensor:
+    def interrupted(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
         calls.append(planned.name)
         if planned.name == name:
             raise KeyboardInterrupt
-        return merge_tensor(plan, planned, device)
+        return merge_tensor(plan, planned, device, statistics)
 
     return interrupted
 

@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from acemerge.api import merge, merge_state_dicts, merge_task_vectors
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
-    from acemerge.heads import export_expert, load_expert_head
     from acemerge.methods import all_methods, get_method
+    from acemerge.task_models import export_expert, load_expert_head
 
 _HOME = {
     "merge": "acemerge.api",
@@ -26,8 +26,8 @@ _HOME = {
     "InputError": "acemerge.errors",
     "MergeError": "acemerge.errors",
     "PreflightError": "acemerge.errors",
-    "export_expert": "acemerge.heads",
-    "load_expert_head": "acemerge.heads",
+    "export_expert": "acemerge.task_models",
+    "load_expert_head": "acemerge.task_models",
     "all_methods": "acemerge.methods",
     "get_method": "acemerge.methods",
 }

@@ -15,7 +15,9 @@ from acemerge.checkpoint import from_state_dict
 from acemerge.methods import get_method
 from acemerge.pipeline import MergeResult, run_merge
 from acemerge.plan import build_plan
+from acemerge.progress import SilentProgress
 from acemerge.recipe import Orientation, make_recipe
+from acemerge.statistics import gather_statistics
 from acemerge.task_vectors import merge_tensor
 
 Model = str | PathLike[str]
@@ -107,9 +109,11 @@ def merge_state_dicts(
     )
     opened = [from_state_dict(expert, name) for name, expert in pairs]
     plan = build_plan(recipe, from_state_dict(base, "base"), opened, config or {})
+    where = torch.device(device)
+    gathered = gather_statistics(plan, where, SilentProgress())
     merged = {}
     for planned in plan.tensors:
-        value = merge_tensor(plan, planned, torch.device(device)).value
+        value = merge_tensor(plan, planned, where, gathered.get((planned.method, planned.options))).value
         # A tensor that was kept comes back as the base's own memory: hand out a copy.
         merged[planned.name] = value.clone() if value.data_ptr() == base[planned.name].data_ptr() else value
     merged |= {copy: merged[original] for copy, original in plan.omitted.items()}

@@ -113,7 +113,7 @@ def merge_command(
     [bold]acemerge merge recipe.yaml -o out[/]                             the same from a file, plus per-tensor rules
 
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
-    heads/; `acemerge head` makes a model for one task. If the run is interrupted, repeat the command to go on.
+    heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
     from acemerge.pipeline import run_merge
 
@@ -181,22 +181,22 @@ def methods_command(
         list_methods(chosen)
 
 
-@app.command("head")
-def head_command(
-    merged: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` wrote, with heads/ in it.")],
-    expert: Annotated[str, typer.Argument(help="Which expert's head: a folder name under heads/.")],
+@app.command("task")
+def task_command(
+    merged: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` wrote, with heads/ or tasks/ in it.")],
+    expert: Annotated[str, typer.Argument(help="Which expert's task: a folder name under heads/ or tasks/.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
-    """Make a model for one task: the merged backbone with that expert's own head, config and tokenizer.
+    """Make the model for one task: the merged backbone with that expert's own head, config and tokenizer.
 
-    [bold]acemerge head merged sst2 -o merged-sst2[/]
+    [bold]acemerge task merged sst2 -o merged-sst2[/]
     """
-    from acemerge.heads import export_expert
+    from acemerge.task_models import export_expert
 
     export_expert(merged, expert, output, overwrite=overwrite)
-    print(f"{output}: merged backbone with the head of '{expert}'")
+    print(f"{output}: the merged model for the task of '{expert}'")
 
 
 def _given(*values: str | None) -> dict[str, Any]:

@@ -172,3 +172,37 @@ def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tenso
         return torch.from_numpy(values), torch.from_numpy(vectors)
     all_values, all_vectors = torch.linalg.eigh(gram, UPLO="L")
     return all_values[n - k :], all_vectors[:, n - k :]
+
+
+@dataclass(frozen=True)
+class Polar:
+    """polar(X) = U V^T of a thin SVD X = U diag(s) V^T: the nearest matrix with orthonormal rows or columns.
+
+    Unique only when X has full rank; otherwise `deficient` says so, and `factor` spans the range of X alone: directions that
+    X does not have get no arbitrary ones.
+    """
+
+    factor: Float[Tensor, "m n"]
+    values: Float[Tensor, " r"]
+    deficient: bool
+
+
+def polar(matrix: Float[Tensor, "m n"]) -> Polar:
+    """The polar factor and the singular values (smallest first), in float64, by the smaller Gram matrix where that is accurate.
+
+    The Gram matrix squares the condition number; past 1e-10 of it, an SVD takes over.
+    """
+    m, n = matrix.shape
+    if m < n:
+        flipped = polar(matrix.T)
+        return Polar(flipped.factor.T, flipped.values, flipped.deficient)
+    matrix = matrix.double()
+    gram = torch.zeros(n, n, dtype=torch.float64, device=matrix.device)
+    add_gram(gram, matrix)
+    squares, vectors = _leading_eigenpairs(gram, n)
+    if squares[0] > 1e-10 * squares[-1]:
+        values = squares.sqrt()
+        return Polar((matrix @ (vectors / values)) @ vectors.T, values, deficient=False)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    clear = values > max(m, n) * torch.finfo(torch.float64).eps * values[0]
+    return Polar(left[:, clear] @ right[clear], values.flip(0), deficient=not bool(clear.all()))

@@ -158,7 +158,7 @@ import acemerge
 model = acemerge.load_expert_head("this-folder", "{example}")
 ```
 
-or, as a folder of its own: `acemerge head this-folder {example} -o OUT`.
+or, as a folder of its own: `acemerge task this-folder {example} -o OUT`.
 """
 
 

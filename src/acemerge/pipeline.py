@@ -14,14 +14,14 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from acemerge.checkpoint import open_checkpoint
-from acemerge.engine.local import run_shards
+from acemerge.engine.local import LocalEngine
 from acemerge.errors import InputError, MergeError, PreflightError
-from acemerge.heads import write_heads
 from acemerge.model_card import write_documents
 from acemerge.plan import Plan, build_plan
 from acemerge.progress import show_progress
 from acemerge.recipe import Recipe
 from acemerge.source import Source, resolve_source
+from acemerge.task_models import write_heads
 from acemerge.writer import Staging, check_output, check_space, file_sha256, staged_output
 
 
@@ -68,13 +68,14 @@ def run_merge(
     plan = make_plan(recipe, sources)
     if problem := check_space(output, plan.output_bytes):
         raise PreflightError([problem])
+    where = _torch_device(device)
     with (
         _compute_threads(threads),
         _hashing(plan) as hashes,
         staged_output(output, plan.digest, resume=resume, overwrite=overwrite) as staging,
     ):
         with show_progress(plan, quiet=quiet) as progress:
-            run_shards(plan, staging, _torch_device(device), progress)
+            LocalEngine(plan, staging, where, progress).run()
         write_heads(plan, staging.folder)
         write_documents(plan, sources, staging, _verified(recipe, hashes))
         tensors = _records(plan, staging)

@@ -257,6 +257,9 @@ class _Planner:
         for model in models:
             if "quantization_config" in model.config:
                 self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
+        wanted = self.method.experts
+        if wanted is not None and wanted != len(self.experts):
+            self.problems.append(f"method '{self.method.name}' takes exactly {wanted} experts, {len(self.experts)} were given")
         for expert in self.experts:
             theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
             if theirs and ours and theirs != ours:
@@ -324,12 +327,13 @@ class _Planner:
             return "merged", asked
         if rule is None and matches(name, self.family.kept):
             return "kept", f"preset '{self.family.name}' leaves it at the base"
+        rest: Action = "averaged" if method.rest == "average" else "kept"
         if len(header.shape) != 2:
-            return "averaged", f"{len(header.shape)}-D, not a matrix"
+            return rest, f"{len(header.shape)}-D, not a matrix"
         if min(header.shape) <= 1:
-            return "averaged", "a matrix with one row or column is a vector"
+            return rest, "a matrix with one row or column is a vector"
         if rule is None and matches(name, self.family.averaged):
-            return "averaged", f"preset '{self.family.name}' averages it"
+            return rest, f"preset '{self.family.name}' does not take it for a linear map"
         return "merged", asked
 
     def _sources(self, name: str) -> tuple[ExpertTensor, ...]:

@@ -18,6 +18,9 @@ class Progress(Protocol):
     def advance(self, tensor: PlannedTensor) -> None:
         """One tensor is done."""
 
+    def say(self, message: str) -> None:
+        """A new phase begins."""
+
     def warn(self, message: str) -> None:
         """Something the user should know."""
 
@@ -29,6 +32,9 @@ class SilentProgress:
         self.warnings: list[str] = []
 
     def advance(self, tensor: PlannedTensor) -> None:
+        """Nothing to show."""
+
+    def say(self, message: str) -> None:
         """Nothing to show."""
 
     def warn(self, message: str) -> None:
@@ -65,6 +71,10 @@ class PlainProgress:
             flush=True,
         )
 
+    def say(self, message: str) -> None:
+        """On its own line."""
+        print(message, file=sys.stderr, flush=True)
+
     def warn(self, message: str) -> None:
         """On its own line."""
         print(f"warning: {message}", file=sys.stderr, flush=True)
@@ -90,9 +100,13 @@ class LiveProgress:
         self._done += 1
         self.bar.update(self._task, advance=tensor.input_bytes, description=tensor.name, count=f"{self._done}/{self._tensors}")
 
+    def say(self, message: str) -> None:
+        """Above the bar."""
+        self.bar.console.print(message, highlight=False, markup=False)
+
     def warn(self, message: str) -> None:
         """Above the bar."""
-        self.bar.console.print(f"[yellow]warning:[/] {message}", highlight=False, markup=True)
+        self.bar.console.print(f"warning: {message}", style="yellow", highlight=False, markup=False)
 
 
 @contextmanager

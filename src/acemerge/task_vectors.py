@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.errors import MergeError
 from acemerge.linalg import sum_of_squares
-from acemerge.methods import Merged, get_method
+from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.registry import Fact
 from acemerge.plan import Plan, PlannedTensor
 
@@ -26,10 +28,13 @@ class MergedTensor:
     value: Tensor
     facts: Mapping[str, Fact]
     warnings: tuple[str, ...] = ()
+    shared: Tensor | None = None
+    parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Of methods with one model per task: the vector that masks refer to, and each expert's own parts by name."""
 
 
-def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device) -> MergedTensor:
-    """Carry out the plan for one tensor."""
+def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: Any = None) -> MergedTensor:
+    """Carry out the plan for one tensor; `statistics` is what its method's statistics pass gathered, if it has one."""
     base = plan.base.read(planned.name)
     dtype = getattr(torch, planned.output_dtype)
     if planned.method is None or planned.options is None:
@@ -40,18 +45,27 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device) -> Me
         raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
     if not any(energies):
         return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
+    context = tensor_context(plan, planned, statistics)
     try:
-        merged = get_method(planned.method)(task_vectors, planned.options)
+        merged = get_method(planned.method)(task_vectors, planned.options, context)
     except ArithmeticError as error:
         raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
     del task_vectors
     facts = {**merged.facts, **(_norms(energies, merged) if planned.action == "merged" else {})}
+    parts = {name: _stored_parts(own, planned.transposed) for name, own in zip(context.experts, merged.parts, strict=False)}
+    shared = None if merged.shared is None else _to_stored(merged.shared, planned.transposed, torch.float32).clone()
     value = _to_stored(merged.delta.add_(_to_method(base, planned.transposed).to(device)), planned.transposed, dtype)
     if not math.isfinite(sum_of_squares(value)):
         raise MergeError(
             f"tensor '{planned.name}': the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
         )
-    return MergedTensor(value, facts, _warnings(planned, facts))
+    return MergedTensor(value, facts, _warnings(planned, facts, merged.warnings), shared, parts)
+
+
+def tensor_context(plan: Plan, planned: PlannedTensor, statistics: Any = None) -> Context:
+    """What a method may know about the tensor beyond its task vectors."""
+    names = tuple(plan.experts[source.expert].name for source in planned.experts)
+    return Context(planned.name, names, _to_method(plan.base.read(planned.name), planned.transposed), statistics)
 
 
 def load_task_vectors(plan: Plan, planned: PlannedTensor, device: torch.device) -> Float[Tensor, "task *shape"]:
@@ -84,19 +98,35 @@ def _to_stored(merged: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
     return _to_method(merged, transposed).to("cpu", dtype).contiguous()
 
 
+def _stored_parts(parts: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+    """One expert's parts of one tensor as they are written: in the stored layout, masks as packed bits."""
+    stored: dict[str, Tensor] = {}
+    if "left" in parts:
+        left, right = (parts["right"].T, parts["left"].T) if transposed else (parts["left"], parts["right"])
+        stored |= {"left": left.to("cpu", torch.float32).contiguous(), "right": right.to("cpu", torch.float32).contiguous()}
+    if "delta" in parts:
+        stored["delta"] = _to_stored(parts["delta"], transposed, torch.float32)
+    if "mask" in parts:
+        mask = _to_stored(parts["mask"], transposed, torch.bool)
+        stored["mask"] = torch.from_numpy(np.packbits(mask.numpy()))
+        stored["scale"] = parts["scale"].to("cpu", torch.float64)
+    return stored
+
+
 def _norms(energies: list[float], merged: Merged) -> dict[str, Fact]:
     norm, largest = math.sqrt(sum_of_squares(merged.delta)), math.sqrt(max(energies))
     return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
 
 
-def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact]) -> tuple[str, ...]:
+def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact], given: Sequence[str]) -> tuple[str, ...]:
+    found = list(given)
     ratio = facts.get("norm_ratio", 0.0)
-    if not isinstance(ratio, float) or ratio <= LARGE_MERGE:
-        return ()
-    return (
-        f"tensor '{planned.name}': the merged change is {ratio:.1f}x the largest task vector; the method's regulariser may be "
-        "far larger than these task vectors (see epsilon), or its scale too large (see alpha)",
-    )
+    if isinstance(ratio, float) and ratio > LARGE_MERGE:
+        found.append(
+            f"the merged change is {ratio:.1f}x the largest task vector; the method's regulariser may be far larger than these "
+            "task vectors (see epsilon), or its scale too large (see alpha)"
+        )
+    return tuple(f"tensor '{planned.name}': {warning}" for warning in found)
 
 
 def _likely_cause(plan: Plan, planned: PlannedTensor) -> str:

@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor, uint8
 
@@ -27,20 +28,10 @@ def write_safetensors(path: Path, headers: Sequence[tuple[str, TensorHeader]], v
 
     The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds one tensor.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in headers:
-        start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": SAFETENSORS_NAME[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    digest = hashlib.sha256()
+    header = _encoded_header(headers)
+    digest = hashlib.sha256(header)
     with path.open("wb") as file:
-        for chunk in (len(encoded).to_bytes(8, "little"), encoded):
-            file.write(chunk)
-            digest.update(chunk)
+        file.write(header)
         for (name, expected), value in zip(headers, values, strict=True):
             data = _bytes_of(value)
             if data.nbytes != expected.nbytes:
@@ -58,6 +49,70 @@ def _bytes_of(tensor: Tensor) -> memoryview[int]:
         return memoryview(b"")
     array: Any = tensor.contiguous().reshape(-1).view(uint8).numpy()
     return memoryview(array)
+
+
+def _encoded_header(headers: Sequence[tuple[str, TensorHeader]]) -> bytes:
+    """A safetensors header, padded so that the data after it is aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in headers:
+        start, end = end, end + tensor.nbytes
+        dtype = SAFETENSORS_NAME[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+@dataclass
+class _GrowingFile:
+    """A safetensors file whose tensors are not known beforehand: data first, to the side; the header at the end."""
+
+    path: Path
+    data: BinaryIO
+    headers: list[tuple[str, TensorHeader]] = field(default_factory=list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.headers.append((name, TensorHeader(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))))
+        self.data.write(_bytes_of(tensor))
+
+    def finish(self) -> None:
+        self.data.seek(0)
+        with self.path.open("wb") as file:
+            file.write(_encoded_header(self.headers))
+            shutil.copyfileobj(self.data, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class PartsWriter:
+    """What methods with one model per task write beside a shard: `shared/<shard>` and `tasks/<expert>/<shard>`."""
+
+    def __init__(self, folder: Path, shard: str, open_files: ExitStack) -> None:
+        self._folder, self._shard, self._open_files = folder, shard, open_files
+        self._files: dict[str, _GrowingFile] = {}
+
+    def _file(self, place: str) -> _GrowingFile:
+        if place not in self._files:
+            path = self._folder / place / self._shard
+            path.parent.mkdir(parents=True, exist_ok=True)
+            data = self._open_files.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
+            self._files[place] = _GrowingFile(path, data)
+        return self._files[place]
+
+    def add(self, name: str, shared: Tensor | None, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """One tensor's shared vector and each expert's parts of it."""
+        if shared is not None:
+            self._file("shared").add(name, shared)
+        for expert, own in parts.items():
+            for part, value in own.items():
+                self._file(f"tasks/{expert}").add(f"{name}:{part}", value)
+
+    def finish(self) -> dict[str, str]:
+        """Complete the files; their hashes by path."""
+        for file in self._files.values():
+            file.finish()
+        return {f"{place}/{self._shard}": file_sha256(file.path) for place, file in self._files.items()}
 
 
 def file_sha256(path: Path) -> str:
@@ -90,8 +145,10 @@ class Staging:
     def reusable(self, shard: str) -> bool:
         """Whether a shard of an earlier run is there, whole and unchanged."""
         record = self.finished.get(shard)
-        path = self.folder / shard
-        return record is not None and path.is_file() and file_sha256(path) == record["sha256"]
+        if record is None:
+            return False
+        expected = {shard: record["sha256"], **record["parts"]}
+        return all((self.folder / name).is_file() and file_sha256(self.folder / name) == sha for name, sha in expected.items())
 
 
 def check_output(output: Path, overwrite: bool) -> None:
@@ -131,7 +188,8 @@ def staged_output(output: Path, digest: str, *, resume: bool, overwrite: bool) -
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / _LOCK, output):
         staging = Staging(folder, digest, _earlier_state(folder, digest) if resume else {})
-        _clear(folder, keep={_LOCK, _STATE, *staging.finished})
+        parts = {name.split("/")[0] for record in staging.finished.values() for name in record["parts"]}
+        _clear(folder, keep={_LOCK, _STATE, *staging.finished, *parts})
         try:
             yield staging
         except BaseException:

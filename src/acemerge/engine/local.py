@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,41 +13,58 @@ from torch import Tensor
 
 from acemerge.plan import Plan, PlannedTensor, tensor_record
 from acemerge.progress import Progress
-from acemerge.task_vectors import merge_tensor, prefetch
-from acemerge.writer import Staging, write_safetensors
+from acemerge.statistics import gather_statistics
+from acemerge.task_vectors import MergedTensor, merge_tensor, prefetch
+from acemerge.writer import PartsWriter, Staging, write_safetensors
 
 
-def run_shards(plan: Plan, staging: Staging, device: torch.device, progress: Progress) -> None:
-    """Write every shard of the plan that is not already finished."""
-    for shard, tensors in plan.shards.items():
-        if staging.reusable(shard):
-            for tensor in tensors:
-                progress.advance(tensor)
-        else:
-            run_shard(plan, shard, tensors, staging, device, progress)
+@dataclass(frozen=True)
+class LocalEngine:
+    """Carries out a plan's shards in this process."""
 
+    plan: Plan
+    staging: Staging
+    device: torch.device
+    progress: Progress
 
-def run_shard(
-    plan: Plan, shard: str, tensors: Sequence[PlannedTensor], staging: Staging, device: torch.device, progress: Progress
-) -> None:
-    """Merge one shard's tensors straight into its file."""
-    # Wide dtypes first keeps every tensor aligned in the file.
-    ordered = sorted(tensors, key=lambda t: -t.output_bytes // max(1, t.header.elements))
-    records: list[dict[str, Any]] = []
+    def run(self) -> None:
+        """Write every shard of the plan that is not already finished."""
+        unfinished = {shard: tensors for shard, tensors in self.plan.shards.items() if not self.staging.reusable(shard)}
+        for shard in self.plan.shards.keys() - unfinished.keys():
+            for tensor in self.plan.shards[shard]:
+                self.progress.advance(tensor)
+        if unfinished:
+            gathered = gather_statistics(self.plan, self.device, self.progress)
+            for shard, tensors in unfinished.items():
+                self._run_shard(shard, tensors, gathered)
 
-    def values() -> Iterator[Tensor]:
-        with ThreadPoolExecutor(1) as reader:
-            for tensor, following in zip(ordered, [*ordered[1:], None], strict=True):
-                ahead = reader.submit(prefetch, plan, following) if following else None
-                merged = merge_tensor(plan, tensor, device)
-                records.append({**tensor_record(tensor, shard, plan.experts), **merged.facts, "warnings": merged.warnings})
+    def _run_shard(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Any) -> None:
+        """Merge one shard's tensors straight into its file."""
+        # Wide dtypes first keeps every tensor aligned in the file.
+        ordered = sorted(tensors, key=lambda t: -t.output_bytes // max(1, t.header.elements))
+        records: list[dict[str, Any]] = []
+
+        def values(parts: PartsWriter) -> Iterator[Tensor]:
+            for tensor, merged in self._merged(ordered, gathered):
+                facts = {**merged.facts, "warnings": merged.warnings}
+                records.append({**tensor_record(tensor, shard, self.plan.experts), **facts})
+                parts.add(tensor.name, merged.shared, merged.parts)
                 yield merged.value
                 for warning in merged.warnings:
-                    progress.warn(warning)
-                progress.advance(tensor)
+                    self.progress.warn(warning)
+                self.progress.advance(tensor)
+
+        headers = [(tensor.name, replace(tensor.header, dtype=tensor.output_dtype)) for tensor in ordered]
+        with ExitStack() as open_files:
+            parts = PartsWriter(self.staging.folder, shard, open_files)
+            digest = write_safetensors(self.staging.folder / shard, headers, values(parts))
+            self.staging.finish(shard, {"sha256": digest, "parts": parts.finish(), "tensors": records})
+
+    def _merged(self, ordered: Sequence[PlannedTensor], gathered: Any) -> Iterator[tuple[PlannedTensor, MergedTensor]]:
+        """Each tensor with its merged value; the next one's pages are brought in meanwhile."""
+        with ThreadPoolExecutor(1) as reader:
+            for tensor, following in zip(ordered, [*ordered[1:], None], strict=True):
+                ahead = reader.submit(prefetch, self.plan, following) if following else None
+                yield tensor, merge_tensor(self.plan, tensor, self.device, gathered.get((tensor.method, tensor.options)))
                 if ahead:
                     ahead.result()
-
-    headers = [(tensor.name, replace(tensor.header, dtype=tensor.output_dtype)) for tensor in ordered]
-    digest = write_safetensors(staging.folder / shard, headers, values())
-    staging.finish(shard, {"sha256": digest, "tensors": records})

@@ -14,15 +14,17 @@ options dataclass and a decorated function in a file of this package:
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
@@ -46,15 +48,56 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Context:
+    """What a kernel may know beyond the numbers. A kernel that needs it takes a third parameter, `context`."""
+
+    tensor: str = "tensor"
+    experts: tuple[str, ...] = ()
+    """The experts' names, in the order of the task vectors."""
+    base: Tensor | None = None
+    """W0, oriented like the task vectors, in its stored dtype."""
+    statistics: Any = None
+    """What the method's statistics pass gathered."""
+
+    def generator(self, seed: int, task: int) -> torch.Generator:
+        """Random numbers that depend on the seed, the expert and the tensor's name only: not on order, threads or shards."""
+        identity = f"{seed}/{self.experts[task]}/{self.tensor}".encode()
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(identity).digest()[:8], "little") >> 1)
+
+
+@runtime_checkable
+class Statistics(Protocol):
+    """What a whole-model method must know before it merges the first tensor, gathered in passes of bounded memory."""
+
+    def observe(self, task_vectors: Tensor, context: Context) -> None:
+        """See one tensor's task vectors."""
+
+    def end_pass(self) -> bool:
+        """All tensors have been seen once more; whether another pass is needed."""
+
+
+@dataclass(frozen=True)
 class Merged:
-    """A merged task vector, and what a reader of the report should know about how it came out."""
+    """A merged task vector, and what a reader of the report should know about how it came out.
+
+    A method that makes one model per task also returns each task's small `parts`, one mapping per expert, and the `shared`
+    vector that masks refer to. A task's own tensor is then
+
+    - {"left", "right"}: the shared model's + left @ right;
+    - {"delta"}: the shared model's + delta;
+    - {"mask", "scale"}: the base's + scale * mask * shared, the mask being boolean.
+    """
 
     delta: Tensor
     facts: Mapping[str, Fact] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    parts: Sequence[Mapping[str, Tensor]] = ()
+    shared: Tensor | None = None
 
 
-Kernel = Callable[[Tensor, Any], "Merged | Tensor"]
+Kernel = Callable[..., "Merged | Tensor"]
 Cost = Callable[[int, int, int], float]
+StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 
 
 @dataclass(frozen=True)
@@ -66,16 +109,36 @@ class Method:
     paper: str
     summary: str
     touches: Literal["matrices", "all"]
+    rest: Literal["average", "keep"]
     options_type: type[Options]
     kernel: Kernel
+    statistics: StatisticsFactory | None
+    experts: int | None
+    ordered: bool
+    per_task: bool
     flops: Cost
     float64_elements: Cost
 
-    def __call__(self, task_vectors: Float[Tensor, "task *shape"], options: Options) -> Merged:
-        """alpha * M, in the precision the method worked in, with the method's facts."""
-        result = self.kernel(task_vectors, options)
+    def __call__(self, task_vectors: Float[Tensor, "task *shape"], options: Options, context: Context | None = None) -> Merged:
+        """alpha * M, in the precision the method worked in, with the method's facts.
+
+        Without a context the tensor is taken for a whole model of its own: its statistics are gathered here.
+        """
+        if context is None:
+            context = Context(experts=tuple(map(str, range(len(task_vectors)))))
+            context = replace(context, statistics=self._statistics_of_one(task_vectors, options, context))
+        takes_context = "context" in inspect.signature(self.kernel).parameters
+        result = self.kernel(task_vectors, options, context) if takes_context else self.kernel(task_vectors, options)
         merged = result if isinstance(result, Merged) else Merged(result)
-        return merged if options.alpha == 1.0 else Merged(merged.delta * options.alpha, merged.facts)
+        return merged if options.alpha == 1.0 else replace(merged, delta=merged.delta * options.alpha)
+
+    def _statistics_of_one(self, task_vectors: Tensor, options: Options, context: Context) -> Statistics | None:
+        statistics = self.statistics(options, context.experts) if self.statistics else None
+        more = statistics is not None
+        while statistics is not None and more:
+            statistics.observe(task_vectors, context)
+            more = statistics.end_pass()
+        return statistics
 
     def options(self, given: Mapping[str, Any]) -> Options:
         """Validated options; unknown names and bad values are refused in the user's own words."""
@@ -143,12 +206,20 @@ def method(
     title: str,
     paper: str,
     touches: Literal["matrices", "all"] = "matrices",
+    rest: Literal["average", "keep"] = "average",
+    statistics: StatisticsFactory | None = None,
+    experts: int | None = None,
+    ordered: bool = False,
+    per_task: bool = False,
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
 ) -> Callable[[Kernel], Kernel]:
     """Register a merging method.
 
-    `touches` says which tensors it is for: "matrices" (the plan averages the others) or "all" floating-point tensors.
+    `touches` says which tensors it is for: "matrices", the others being averaged or kept as `rest` says, or "all"
+    floating-point tensors. `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its
+    options need no such pass. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
+    their order matters; `per_task` that it makes one model per task, not one merged model.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns). The summary shown to users is the function's docstring.
     """
@@ -156,16 +227,10 @@ def method(
     def register(kernel: Kernel) -> Kernel:
         options_type = get_type_hints(kernel)["options"]
         _registered[name] = Method(
-            name,
-            title,
-            paper,
-            inspect.cleandoc(kernel.__doc__ or ""),
-            touches,
-            options_type,
-            kernel,
-            flops,
-            float64_elements,
-        )
+            name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
+            options_type=options_type, kernel=kernel, statistics=statistics, experts=experts, ordered=ordered, per_task=per_task,
+            flops=flops, float64_elements=float64_elements,
+        )  # fmt: skip
         return kernel
 
     return register

@@ -1,0 +1,36 @@
+"""Task arithmetic: the scaled sum of the task vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from acemerge.methods.registry import Options, method
+
+
+@dataclass(frozen=True)
+class TaskArithmeticOptions(Options):
+    """The scale that most comparisons use where no validation data chooses one."""
+
+    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.3
+
+
+@method(
+    "task_arithmetic",
+    title="Task Arithmetic",
+    paper="Ilharco et al., Editing models with task arithmetic, ICLR 2023",
+    touches="all",
+)
+def task_arithmetic(
+    task_vectors: Float[Tensor, "task *shape"],
+    options: TaskArithmeticOptions,  # noqa: ARG001
+) -> Float[Tensor, "*shape"]:
+    """The sum of the task vectors, scaled: M = sum_t tau_t, W = W0 + alpha M, on every floating-point tensor.
+
+    The scale decides everything; papers tune it on validation data. alpha = 1/T is weight averaging.
+    """
+    return task_vectors.sum(0)

@@ -1,0 +1,101 @@
+"""TIES-Merging: trim small changes, elect a sign per entry, average what agrees with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from acemerge.methods.registry import Context, Options, method
+from acemerge.thresholds import MagnitudeThresholds, kept_entries
+
+Prepare = Callable[[Tensor, Context], Tensor]
+
+
+@dataclass(frozen=True)
+class TiesOptions(Options):
+    """Defaults are the paper's without validation data: keep 20% of the whole task vector, disjoint mean, scale 1."""
+
+    keep: Annotated[float, Field(gt=0, le=1, description="share of largest entries kept, 0.2 = 20%; 1 trims nothing")] = 0.2
+    merge: Annotated[Literal["mean", "sum"], Field(description="of the agreeing entries: their mean (the paper) or sum")] = "mean"
+    scope: Annotated[
+        Literal["model", "tensor"], Field(description="one threshold per expert over the whole model, or one per tensor")
+    ] = "model"
+
+
+class TiesStatistics:
+    """Each expert's threshold, then the majority sign of the whole model, over what `prepare` makes of the task vectors."""
+
+    def __init__(self, options: TiesOptions, prepare: Prepare | None = None) -> None:
+        self._options, self._prepare = options, prepare
+        self._thresholds = MagnitudeThresholds(options.keep)
+        self._thresholds_known = options.scope == "tensor" or options.keep >= 1
+        self._sign_sum = 0
+
+    def observe(self, task_vectors: Tensor, context: Context) -> None:
+        """See one tensor."""
+        prepared = self._prepare(task_vectors, context) if self._prepare else task_vectors
+        if not self._thresholds_known:
+            self._thresholds.observe(prepared, context.experts)
+        else:
+            self._sign_sum += int(self.trim(prepared, context).sum(0).sign().sum())
+
+    def end_pass(self) -> bool:
+        """Thresholds take two passes, or none; the majority sign takes one more."""
+        if self._thresholds_known:
+            return False
+        self._thresholds_known = not self._thresholds.end_pass()
+        return True
+
+    def trim(self, task_vectors: Tensor, context: Context) -> Tensor:
+        """u_t: each task vector with its small entries zeroed."""
+        trimmed = torch.empty_like(task_vectors)
+        for out, task_vector, expert in zip(trimmed, task_vectors, context.experts, strict=True):
+            by_tensor = self._options.scope == "tensor"
+            threshold = tensor_threshold(task_vector, self._options.keep) if by_tensor else self._thresholds.threshold(expert)
+            torch.mul(task_vector, kept_entries(task_vector, threshold), out=out)
+        return trimmed
+
+    @property
+    def majority_sign(self) -> int:
+        """What entries whose sum is exactly zero take; negative when the whole model's signs balance, as in the release."""
+        return 1 if self._sign_sum > 0 else -1
+
+
+def tensor_threshold(task_vector: Tensor, keep: float) -> float:
+    """The (d - floor(d * keep))-th smallest magnitude of one tensor; 0 when nothing is to be trimmed."""
+    size = task_vector.numel()
+    rank = size - int(size * keep)
+    return float(task_vector.abs().float().reshape(-1).kthvalue(rank).values) if rank > 0 and size else 0.0
+
+
+def elect_and_merge(trimmed: Float[Tensor, "task *shape"], merge: str, majority_sign: int) -> Float[Tensor, "*shape"]:
+    """Elect a sign per entry by the sum, then take the mean (or sum) of the entries that have it."""
+    elected = trimmed.sum(0).sign()
+    elected = torch.where(elected == 0, torch.full_like(elected, majority_sign), elected)
+    agreeing = torch.where(trimmed * elected > 0, trimmed, torch.zeros_like(trimmed))
+    total = agreeing.sum(0)
+    return total / (agreeing != 0).sum(0).clamp_min(1) if merge == "mean" else total
+
+
+@method(
+    "ties",
+    title="TIES-Merging",
+    paper="Yadav et al., TIES-Merging, NeurIPS 2023",
+    touches="all",
+    statistics=lambda options, experts: TiesStatistics(options),  # noqa: ARG005
+    flops=lambda tasks, rows, columns: 10.0 * tasks * rows * columns,
+    float64_elements=lambda tasks, rows, columns: 1.5 * tasks * rows * columns,
+)
+def ties(task_vectors: Float[Tensor, "task *shape"], options: TiesOptions, context: Context) -> Float[Tensor, "*shape"]:
+    """Trim each task vector to its largest entries, elect a sign per entry, and average the entries that agree with it.
+
+    By default one threshold per expert over the whole model, found exactly in a streaming statistics pass.
+    """
+    statistics: TiesStatistics = context.statistics
+    return elect_and_merge(statistics.trim(task_vectors, context), options.merge, statistics.majority_sign)

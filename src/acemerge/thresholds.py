@@ -1,0 +1,81 @@
+"""Exact whole-model magnitude thresholds in bounded memory.
+
+"The k-th smallest magnitude of an expert's whole task vector" without holding the vector: the bit pattern of a non-negative
+float32 grows with its value, so two histograms of 16 bits each, one pass over the model for each, find the value exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from acemerge.linalg import row_blocks
+
+_BINS = 2**16
+
+
+class MagnitudeThresholds:
+    """Per expert, the magnitude c such that the entries >= c are the kept share of its task vector.
+
+    c is the (d - floor(d * keep))-th smallest of the d magnitudes (rounded to float32); with keep = 1 nothing is dropped.
+    """
+
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
+        self._upper: dict[str, Tensor] = {}
+        self._lower: dict[str, Tensor] = {}
+        self._chosen: dict[str, tuple[int, int]] = {}
+        """Per expert, the upper half of the threshold's bits and its rank among the entries that share it."""
+        self._thresholds: dict[str, float] = {}
+
+    def observe(self, task_vectors: Tensor, experts: Sequence[str]) -> None:
+        """Count one tensor's magnitudes: their upper halves in the first pass, then the lower halves of those that matter."""
+        for expert, task_vector in zip(experts, task_vectors, strict=True):
+            for bits in _bit_patterns(task_vector):
+                if expert in self._chosen:
+                    bits = bits[bits >> 16 == self._chosen[expert][0]]
+                counts = self._lower if self._chosen else self._upper
+                histogram = torch.bincount(bits & 0xFFFF if self._chosen else bits >> 16, minlength=_BINS)
+                counts[expert] = counts[expert] + histogram if expert in counts else histogram
+
+    def end_pass(self) -> bool:
+        """Narrow down; whether the other half of the bits is still needed."""
+        if self._keep >= 1:
+            return False
+        if not self._chosen:
+            self._chosen = {expert: _locate(counts, self._rank(counts)) for expert, counts in self._upper.items()}
+            return True
+        for expert, (upper, rank) in self._chosen.items():
+            lower, _ = _locate(self._lower[expert], rank)
+            self._thresholds[expert] = float(torch.tensor(upper << 16 | lower, dtype=torch.int32).view(torch.float32))
+        return False
+
+    def _rank(self, counts: Tensor) -> int:
+        total = int(counts.sum())
+        return max(1, total - int(total * self._keep))
+
+    def threshold(self, expert: str) -> float:
+        """The smallest magnitude that is kept."""
+        return self._thresholds.get(expert, 0.0)
+
+
+def kept_entries(task_vector: Tensor, threshold: float) -> Tensor:
+    """A boolean mask of the entries whose magnitude, rounded to float32, reaches the threshold."""
+    return task_vector.abs().float() >= threshold
+
+
+def _bit_patterns(task_vector: Tensor) -> Iterator[Tensor]:
+    """The bit patterns of the magnitudes as int64, a block at a time."""
+    flat = task_vector.reshape(-1)
+    for block in row_blocks(flat.numel(), 1):
+        yield flat[block].abs().float().view(torch.int32).long().cpu()
+
+
+def _locate(counts: Tensor, rank: int) -> tuple[int, int]:
+    """The bin that holds the rank-th smallest value (from 1), and the rank within that bin."""
+    cumulative = counts.cumsum(0)
+    found = int(torch.searchsorted(cumulative, rank))
+    before = int(cumulative[found - 1]) if found else 0
+    return found, rank - before
