@@ -54,14 +54,6 @@ def test_a_method_from_another_package(with_plugin: None) -> None:
     assert described["sign"].allowed == "one of 'plus', 'minus'"
 
 
-def test_alpha_scales_every_method() -> None:
-    task_vectors = torch.rand(3, 4, 5) - 0.5
-    for each in all_methods():
-        one = acemerge.merge_task_vectors(task_vectors, method=each.name, alpha=1.0)
-        half = acemerge.merge_task_vectors(task_vectors, method=each.name, alpha=0.5)
-        torch.testing.assert_close(half, one / 2)
-
-
 @pytest.mark.parametrize("name", [m.name for m in all_methods()])
 def test_every_method_explains_itself(name: str) -> None:
     described = get_method(name)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.checkpoint import from_state_dict
+from acemerge.errors import InputError
 from acemerge.methods import get_method
 from acemerge.pipeline import MergeResult, run_merge
 from acemerge.plan import build_plan
@@ -130,5 +131,8 @@ def merge_task_vectors(
     tensor([[2., 4.]])
     """
     chosen = get_method(method)
-    merged = chosen(task_vectors, chosen.options(options).resolve({}))
+    if chosen.touches == "matrices" and task_vectors.dim() != 3:
+        raise InputError(f"method '{method}' merges matrices: give [task, out, in], not shape {list(task_vectors.shape)}")
+    wide = task_vectors if task_vectors.dtype in (torch.float32, torch.float64) else task_vectors.float()
+    merged = chosen(wide, chosen.options(options).resolve({}))
     return merged.delta.to(task_vectors.dtype)

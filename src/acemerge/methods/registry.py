@@ -122,10 +122,10 @@ class Method:
     def __call__(self, task_vectors: Float[Tensor, "task *shape"], options: Options, context: Context | None = None) -> Merged:
         """alpha * M, in the precision the method worked in, with the method's facts.
 
-        Without a context the tensor is taken for a whole model of its own: its statistics are gathered here.
+        Without statistics the tensor is taken for a whole model of its own, and they are gathered here.
         """
-        if context is None:
-            context = Context(experts=tuple(map(str, range(len(task_vectors)))))
+        context = context or Context(experts=tuple(map(str, range(len(task_vectors)))))
+        if context.statistics is None:
             context = replace(context, statistics=self._statistics_of_one(task_vectors, options, context))
         takes_context = "context" in inspect.signature(self.kernel).parameters
         result = self.kernel(task_vectors, options, context) if takes_context else self.kernel(task_vectors, options)
