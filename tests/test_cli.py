@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,24 @@ def test_one_model_is_not_enough(acemerge: Command, models: Models, tmp_path: Pa
     code, _, err = acemerge("merge", models.base, "-o", tmp_path / "out")
     assert code == 2
     assert "at least one expert" in err
+
+
+def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:
+    program = (
+        "import sys, time, acemerge.task_vectors as t, acemerge.engine.local as engine\n"
+        "def slow(*arguments):\n    print('merging', flush=True)\n    time.sleep(60)\n"
+        "engine.merge_tensor = slow\n"
+        f"sys.argv = ['acemerge', 'merge', *{models.arguments!r}, '-o', {str(tmp_path / 'out')!r}]\n"
+        "from acemerge.cli import main\nmain()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "merging\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert "repeat the command to go on" in process.stderr.read()
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_methods_lists_and_describes(acemerge: Command) -> None:

@@ -138,6 +138,20 @@ def test_overwrite_never_deletes_what_acemerge_did_not_make(models: Models, tmp_
     assert (models.experts[0] / "model.safetensors").is_file()
 
 
+def test_an_input_is_never_overwritten_even_if_acemerge_made_it(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "first")
+    with pytest.raises(InputError, match="one of the models to merge"):
+        acemerge.merge(tmp_path / "first", models.experts, tmp_path / "first", overwrite=True)
+
+
+def test_a_users_folder_with_the_staging_name_is_left_alone(models: Models, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match="not acemerge's"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert (tmp_path / "out.partial/thesis.txt").read_text() == "mine"
+
+
 def test_a_failed_overwrite_leaves_the_old_output(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "out")
     before = tree(tmp_path / "out")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from acemerge.pipeline import MergeResult
     from acemerge.plan import Plan
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="acemerge",
     help="""Merge fine-tuned models into one, from the weights alone: no data, no training.
@@ -272,9 +274,10 @@ def main() -> None:
             raise
         print(f"acemerge: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("acemerge: interrupted; repeat the command to go on from the finished shards", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
+            print("acemerge: interrupted; repeat the command to go on from the finished shards", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

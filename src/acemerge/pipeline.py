@@ -65,6 +65,8 @@ def run_merge(
     """Carry out a recipe and publish the result at `output`."""
     check_output(output, overwrite)
     sources = find_sources(recipe, relative_to, offline)
+    if output.exists() and any(source.path.samefile(output) for source in (sources.base, *sources.experts)):
+        raise InputError(f"{output}: is one of the models to merge; choose another output")
     plan = make_plan(recipe, sources)
     if problem := check_space(output, plan.output_bytes):
         raise PreflightError([problem])

@@ -186,6 +186,8 @@ def staged_output(output: Path, digest: str, *, resume: bool, overwrite: bool) -
     """
     folder = output.with_name(output.name + ".partial")
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / _LOCK).is_file():
+        raise InputError(f"{folder}: needed for the work on {output.name}, but holds files that are not acemerge's; move it away")
     with _locked(folder / _LOCK, output):
         staging = Staging(folder, digest, _earlier_state(folder, digest) if resume else {})
         parts = {name.split("/")[0] for record in staging.finished.values() for name in record["parts"]}
@@ -230,8 +232,6 @@ def _publish(folder: Path, output: Path, overwrite: bool) -> None:
     if not (overwrite and output.exists()):
         folder.rename(output)
         return
-    old = output.with_name(f"{output.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    output.rename(old)
-    folder.rename(output)
-    shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=f"{output.name}.replaced-", dir=output.parent) as aside:
+        output.rename(Path(aside) / output.name)
+        folder.rename(output)

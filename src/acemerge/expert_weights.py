@@ -1,0 +1,46 @@
+"""One weight per expert as an option: a list in a recipe or in Python, `0.7,0.3` on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from acemerge.errors import InputError
+
+
+def split_text(given: Any) -> Any:
+    """Text with numbers and commas as a list, one number as a list of one; anything else as it is.
+
+    >>> split_text("0.7, 0.3")
+    ['0.7', ' 0.3']
+    """
+    if isinstance(given, str) and given != "equal":
+        return given.strip("[]() ").split(",")
+    return [given] if isinstance(given, int | float) else given
+
+
+ExpertWeights = Annotated[
+    Literal["equal"] | tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
+    BeforeValidator(split_text),
+    Field(description="one weight per expert, in the experts' order, such as 0.7,0.3; 'equal': 1 each"),
+]
+NonNegativeWeights = Annotated[
+    Literal["equal"] | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...],
+    BeforeValidator(split_text),
+    Field(description="one weight per expert, in the experts' order, such as 0.7,0.3; 'equal': 1 each"),
+]
+
+
+def weight_each(weights: Literal["equal"] | tuple[float, ...], experts: Sequence[str], tensor: str) -> tuple[float, ...]:
+    """The weights in the order of this tensor's experts; refused unless there is exactly one for each."""
+    if weights == "equal":
+        return (1.0,) * len(experts)
+    if len(weights) != len(experts):
+        listing = ", ".join(experts)
+        raise InputError(
+            f"tensor '{tensor}': weights={list(weights)} are {len(weights)} numbers for {len(experts)} experts ({listing}); give one "
+            "per expert (a tensor that some experts lack needs a recipe rule with weights of its own)"
+        )
+    return tuple(weights)
