@@ -1,5 +1,10 @@
-"""Shapes in signatures are checked at run time in every test."""
+"""Shapes in signatures are checked at run time in every test. The matrices are small: one thread is fastest."""
 
-from jaxtyping import install_import_hook
+import os
+
+for library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook(["acemerge.linalg", "acemerge.methods", "acemerge.task_vectors", "acemerge.api"], "beartype.beartype")

@@ -93,3 +93,21 @@ def test_one_row_and_one_column_matrices_are_averaged() -> None:
 def test_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'marge'"):
         _ = acemerge.marge
+
+
+@pytest.mark.parametrize(
+    ("task_vectors", "complaint"),
+    [
+        (torch.zeros(0, 3, 3), "at least one task"),
+        (torch.full((2, 3, 3), float("nan")), "18 NaN or infinite values"),
+        (torch.zeros(2, 3), "merges matrices"),
+    ],
+)
+def test_task_vectors_that_cannot_be_merged(task_vectors: Tensor, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        acemerge.merge_task_vectors(task_vectors)
+
+
+def test_parameters_can_be_given_as_they_are() -> None:
+    task_vectors = torch.rand(2, 4, 4, requires_grad=True)
+    assert not acemerge.merge_task_vectors(task_vectors).requires_grad

@@ -85,3 +85,11 @@ def test_blocks_do_not_change_ace(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = merge_task_vectors(task_vectors, epsilon=1e-3, tau=0.0)
     monkeypatch.setattr(linalg, "_BLOCK_ELEMENTS", 15)
     torch.testing.assert_close(merge_task_vectors(task_vectors, epsilon=1e-3, tau=0.0), whole)
+
+
+def test_small_singular_directions_are_as_accurate_as_large_ones(route: str) -> None:
+    spectrum = torch.logspace(0, -5.5, 12, dtype=torch.float64)
+    u, v = (torch.linalg.qr(random(rows, 12, seed=rows))[0] for rows in (30, 20))
+    leading = linalg.leading_directions(u * spectrum @ v.T, 12)
+    torch.testing.assert_close(leading.values.flip(0), spectrum, rtol=1e-9, atol=0)
+    torch.testing.assert_close(leading.left @ leading.right.T, u @ v.T, rtol=0, atol=1e-6)

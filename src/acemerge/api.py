@@ -131,8 +131,16 @@ def merge_task_vectors(
     tensor([[2., 4.]])
     """
     chosen = get_method(method)
+    if not task_vectors.is_floating_point() or task_vectors.dim() == 0 or len(task_vectors) == 0:
+        raise InputError(f"give floating-point task vectors [task, ...] of at least one task, not {_describe(task_vectors)}")
+    if not torch.isfinite(task_vectors).all():
+        raise InputError(f"the task vectors hold {int((~torch.isfinite(task_vectors)).sum())} NaN or infinite values")
     if chosen.touches == "matrices" and task_vectors.dim() != 3:
         raise InputError(f"method '{method}' merges matrices: give [task, out, in], not shape {list(task_vectors.shape)}")
-    wide = task_vectors if task_vectors.dtype in (torch.float32, torch.float64) else task_vectors.float()
+    wide = task_vectors.detach() if task_vectors.dtype in (torch.float32, torch.float64) else task_vectors.detach().float()
     merged = chosen(wide, chosen.options(options).resolve({}))
     return merged.delta.to(task_vectors.dtype)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"

@@ -7,7 +7,7 @@ CPU tensors go to BLAS/LAPACK through scipy (SYRK, POTRF, partial eigh: torch ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import scipy.linalg
@@ -39,6 +39,19 @@ def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
     """|x|_F^2, accumulated in float64."""
     flat = x.reshape(-1)
     return sum(float(flat[block].double().square().sum()) for block in row_blocks(flat.numel(), 1))
+
+
+def weighted_sum(vectors: Float[Tensor, "task *shape"], weights: Sequence[float]) -> Float[Tensor, "*shape"]:
+    """sum_t w_t x_t in float64, where float32 entries that cancel do so exactly, whatever their order."""
+    total = torch.zeros(vectors.shape[1:], dtype=torch.float64, device=vectors.device)
+    for vector, weight in zip(vectors, weights, strict=True):
+        total.add_(vector, alpha=weight)
+    return total
+
+
+def changed_tasks(task_vectors: Float[Tensor, "task *shape"]) -> list[int]:
+    """Which experts changed this tensor at all."""
+    return [t for t, task_vector in enumerate(task_vectors) if bool(task_vector.any())]
 
 
 def add_gram(gram: Float[Tensor, "n n"], x: Float[Tensor, "rows n"], scale: float = 1.0) -> None:
@@ -127,6 +140,14 @@ def cholesky_solver(gram: Float[Tensor, "n n"], ridge: float) -> RidgeSolver:
     return lambda rhs: torch.cholesky_solve(rhs, factor)
 
 
+def pseudo_inverse(gram: Float[Tensor, "n n"], rtol: float) -> tuple[RidgeSolver, int]:
+    """`a -> a gram^+` without the eigenvalues up to rtol of the largest, and how many are left; `gram` is overwritten."""
+    values, vectors = _leading_eigenpairs(gram, gram.shape[0])
+    kept = values > rtol * values[-1]
+    values, vectors = values[kept], vectors[:, kept]
+    return lambda a: (a @ vectors).div_(values) @ vectors.T, len(values)
+
+
 @dataclass(frozen=True)
 class LeadingDirections:
     """The k leading singular triples of a matrix, U_k, s_1..s_k and V_k, smallest value first."""
@@ -139,21 +160,44 @@ class LeadingDirections:
 def leading_directions(matrix: Float[Tensor, "m n"], k: int) -> LeadingDirections:
     """The k leading singular triples by a partial eigendecomposition of the smaller Gram matrix.
 
-    Rank-aware: directions whose singular value is below sqrt(max(m, n) eps64) of the first (what a float64 Gram matrix
-    can tell from rounding) are noise, not directions, and are left out, so fewer than k may come back.
+    Rank-aware: directions whose singular value is below sqrt(max(m, n) eps64) of the first are noise, not directions, and are
+    left out, so fewer than k may come back.
     """
     m, n = matrix.shape
     if m < n:
         flipped = leading_directions(matrix.T, k)
         return LeadingDirections(flipped.values, flipped.right, flipped.left)
+    floor = (max(m, n) + 100) * torch.finfo(torch.float64).eps  # the 100: rounding in the smallest matrices
+    right = _leading_right_vectors(matrix, k, floor)
+    left = matrix @ right
+    values = torch.linalg.vector_norm(left, dim=0)
+    return LeadingDirections(values, left.div_(values), right)
+
+
+# A Gram matrix gives singular directions to about eps64 (s_1 / s_i)^2: past this ratio of squares the rest is done again without
+# the part already known.
+_ACCURATE_SQUARES = 1e-6
+
+
+def _leading_right_vectors(
+    matrix: Float[Tensor, "m n"], k: int, floor: float, top: float | None = None
+) -> Float[Tensor, "n found"]:
+    """V_k, smallest singular value first; only directions with s_i^2 > floor * s_1^2 (`top`) of the whole matrix."""
+    n = matrix.shape[1]
     if k == 0:
-        return LeadingDirections(matrix.new_zeros(0), matrix.new_zeros(m, 0), matrix.new_zeros(n, 0))
+        return matrix.new_zeros(n, 0)
     gram = torch.zeros(n, n, dtype=torch.float64, device=matrix.device)
     add_gram(gram, matrix)
     squares, vectors = _leading_eigenpairs(gram, k)
-    clear = squares > max(m, n) * torch.finfo(torch.float64).eps * squares[-1]
-    values, right = squares[clear].sqrt(), vectors[:, clear]
-    return LeadingDirections(values, (matrix @ right).div_(values), right)
+    largest = float(squares[-1])
+    top = largest if top is None else top
+    accurate = (squares > _ACCURATE_SQUARES * largest) & (squares > floor * top)
+    head = vectors[:, accurate]
+    left_over = k - head.shape[1]
+    if left_over == 0 or head.shape[1] == 0 or _ACCURATE_SQUARES * largest <= floor * top:
+        return head
+    rest = matrix - (matrix @ head) @ head.T
+    return torch.cat([_leading_right_vectors(rest, left_over, floor, top), head], dim=1)
 
 
 def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "n k"]]:
@@ -187,14 +231,15 @@ class Polar:
     deficient: bool
 
 
-def polar(matrix: Float[Tensor, "m n"]) -> Polar:
+def polar(matrix: Float[Tensor, "m n"], cut: float = 0.0) -> Polar:
     """The polar factor and the singular values (smallest first), in float64, by the smaller Gram matrix where that is accurate.
 
-    The Gram matrix squares the condition number; past 1e-10 of it, an SVD takes over.
+    The Gram matrix squares the condition number; past 1e-10 of it, an SVD takes over. A direction whose singular value is below
+    `cut` <= 1e-5 of the largest counts as one that X does not have; by default that is for rounding to decide.
     """
     m, n = matrix.shape
     if m < n:
-        flipped = polar(matrix.T)
+        flipped = polar(matrix.T, cut)
         return Polar(flipped.factor.T, flipped.values, flipped.deficient)
     matrix = matrix.double()
     gram = torch.zeros(n, n, dtype=torch.float64, device=matrix.device)
@@ -204,5 +249,26 @@ def polar(matrix: Float[Tensor, "m n"]) -> Polar:
         values = squares.sqrt()
         return Polar((matrix @ (vectors / values)) @ vectors.T, values, deficient=False)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    clear = values > max(m, n) * torch.finfo(torch.float64).eps * values[0]
+    clear = values > max(cut, max(m, n) * torch.finfo(torch.float64).eps) * values[0]
     return Polar(left[:, clear] @ right[clear], values.flip(0), deficient=not bool(clear.all()))
+
+
+def with_fixed_signs(directions: LeadingDirections) -> LeadingDirections:
+    """The same triples with the largest entry of each left vector positive: a factorisation leaves their signs open."""
+    if not len(directions.values):
+        return directions
+    largest = directions.left.abs().argmax(0, keepdim=True)
+    signs = directions.left.gather(0, largest).sign()
+    return LeadingDirections(directions.values, directions.left * signs, directions.right * signs)
+
+
+def directions_flops(m: int, n: int, k: int) -> float:
+    """GEMM-equivalent operations of k leading singular triples: the smaller Gram matrix, its eigenvectors, the other side's."""
+    small = min(m, n)
+    return m * n * small + 4.0 * small**3 + 2.0 * m * n * k
+
+
+def directions_elements(m: int, n: int, k: int) -> float:
+    """float64 numbers held while finding them, beside the matrix: the Gram matrix, its eigenvectors and both sides'."""
+    small = min(m, n)
+    return float(2 * small**2 + (m + n) * k)
