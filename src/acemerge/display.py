@@ -44,7 +44,8 @@ def print_plan(plan: Plan) -> None:
     console.print(table)
     _print_summary(plan, console)
     console.print(
-        f"reads {human_bytes(plan.input_bytes)}, writes {human_bytes(plan.output_bytes)} in {len(plan.shards)} file(s), "
+        f"reads {human_bytes(plan.input_bytes)}, writes {human_bytes(plan.output_bytes)} in {len(plan.shards)} file(s)"
+        f"{' and in shared/ and tasks/ besides' if plan.per_task_methods else ''}, "
         f"peak memory about {human_bytes(plan.peak_memory)} beyond the program itself, about {plan.flops / 1e9:.1f} GFLOP"
     )
 
@@ -78,7 +79,8 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     branches = [record["branch"] for record in result.tensors if "branch" in record]
     if branches:
         console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
-    console.print(f"wrote {result.output} ({human_bytes(result.plan.output_bytes)})")
+    size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
+    console.print(f"wrote {result.output} ({human_bytes(size)})")
 
 
 def _figure(record: Any, name: str) -> str:
@@ -87,9 +89,10 @@ def _figure(record: Any, name: str) -> str:
 
 def list_methods(methods: Sequence[Method]) -> None:
     """One line each."""
-    table = _table("method", "what it does", "merges", "paper")
+    table = _table("method", "what it does", "merges", "makes", "paper")
     for method in methods:
-        table.add_row(method.name, method.summary.split("\n")[0], method.touches, method.paper)
+        makes = "a model per task" if method.per_task else "one model"
+        table.add_row(method.name, method.summary.split("\n")[0], method.touches, makes, method.paper)
     console = _console()
     console.print(table)
     console.print("`acemerge methods NAME` describes one with its options.")
@@ -99,8 +102,11 @@ def describe_method(method: Method) -> None:
     """What it does, its options, its paper."""
     console = _console()
     console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
-    merges = "matrices; other tensors are averaged" if method.touches == "matrices" else "every floating-point tensor"
+    rest = "averaged" if method.rest == "average" else "kept at the base's value"
+    merges = f"matrices; other tensors are {rest}" if method.touches == "matrices" else "every floating-point tensor"
     console.print(f"It merges {merges}. Set an option with -s NAME=VALUE.")
+    if method.per_task:
+        console.print("It makes one model per task, not one merged model: `acemerge task OUT EXPERT -o DIR` makes an expert's.")
     table = _table("option", "default", "allowed", "meaning")
     for option in method.describe_options():
         table.add_row(option.name, str(option.default), option.allowed, option.meaning)
@@ -115,5 +121,6 @@ def method_json(method: Method) -> dict[str, Any]:
         "paper": method.paper,
         "summary": method.summary,
         "touches": method.touches,
+        "per_task": method.per_task,
         "options": [asdict(option) for option in method.describe_options()],
     }

@@ -38,9 +38,9 @@ def weight_each(weights: Literal["equal"] | tuple[float, ...], experts: Sequence
     if weights == "equal":
         return (1.0,) * len(experts)
     if len(weights) != len(experts):
-        listing = ", ".join(experts)
+        given = f"weights={list(weights)} are {len(weights)} numbers for {len(experts)} experts ({', '.join(experts)})"
         raise InputError(
-            f"tensor '{tensor}': weights={list(weights)} are {len(weights)} numbers for {len(experts)} experts ({listing}); give one "
-            "per expert (a tensor that some experts lack needs a recipe rule with weights of its own)"
+            f"tensor '{tensor}': {given}; give one per expert (a tensor that some experts lack needs a recipe rule with "
+            "weights of its own)"
         )
     return tuple(weights)

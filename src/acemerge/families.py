@@ -175,20 +175,40 @@ def align_names(base: Mapping[str, TensorHeader], expert: Mapping[str, TensorHea
     the class that saved it. Of all ways to exchange one leading prefix for another, take the one under which most tensors
     agree in name and shape; names as they are win a tie.
     """
-    if expert.keys() <= base.keys() or base.keys() <= expert.keys():
-        return {name: name for name in expert}
-    choices = [(old, new) for old in _prefixes(expert) for new in _prefixes(base)]
-    old, new = max(choices, key=lambda choice: (_agreement(base, expert, *choice), choice == ("", "")))
-    return {name: _exchange(name, old, new, base) for name in expert}
+    ours = {_modern(name): name for name in base}
+    modern_base = {_modern(name): header for name, header in base.items()}
+    modern_expert = {_modern(name): header for name, header in expert.items()}
+    choices = [("", "")]
+    if not (modern_expert.keys() <= modern_base.keys() or modern_base.keys() <= modern_expert.keys()):
+        choices += [(old, new) for old in _prefixes(modern_expert) for new in _prefixes(modern_base)]
+    old, new = max(choices, key=lambda choice: (_agreement(modern_base, modern_expert, *choice), choice == ("", "")))
+    exchanged = {name: _exchange(_modern(name), old, new, modern_base) for name in expert}
+    return {name: ours.get(aligned, aligned) for name, aligned in exchanged.items()}
+
+
+def _modern(name: str) -> str:
+    """A LayerNorm's parameters as they are called today; the first BERT checkpoints say gamma and beta.
+
+    >>> _modern("bert.embeddings.LayerNorm.gamma")
+    'bert.embeddings.LayerNorm.weight'
+    """
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
-    """The empty prefix and every leading run of one or two name parts, in order of appearance."""
+    """The empty prefix and every leading run of one or two name parts, in order of appearance.
+
+    A head's module is no prefix: a classifier is not another model's lm_head, even where their shapes agree.
+    """
     found = {"": None}
     for name in names:
         parts = name.split(".")
         for length in (1, 2):
-            if len(parts) > length and not any(part.isdigit() for part in parts[:length]):
+            leading = parts[:length]
+            if len(parts) > length and _ADDED_MODULES.isdisjoint(leading) and not any(part.isdigit() for part in leading):
                 found[".".join(parts[:length]) + "."] = None
     return list(found)
 

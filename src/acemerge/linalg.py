@@ -7,6 +7,7 @@ CPU tensors go to BLAS/LAPACK through scipy (SYRK, POTRF, partial eigh: torch ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def uses_lapack(tensor: Tensor) -> bool:
 def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
     """|x|_F^2, accumulated in float64."""
     flat = x.reshape(-1)
-    return sum(float(flat[block].double().square().sum()) for block in row_blocks(flat.numel(), 1))
+    return math.fsum(float(flat[block].double().square().sum()) for block in row_blocks(flat.numel(), 1))
 
 
 def weighted_sum(vectors: Float[Tensor, "task *shape"], weights: Sequence[float]) -> Float[Tensor, "*shape"]:
@@ -197,7 +198,9 @@ def _leading_right_vectors(
     if left_over == 0 or head.shape[1] == 0 or _ACCURATE_SQUARES * largest <= floor * top:
         return head
     rest = matrix - (matrix @ head) @ head.T
-    return torch.cat([_leading_right_vectors(rest, left_over, floor, top), head], dim=1)
+    tail = _leading_right_vectors(rest, left_over, floor, top)
+    tail = tail - head @ (head.T @ tail)  # what rounding left of the head would be magnified by s_1 / s_i in the left vectors
+    return torch.cat([tail, head], dim=1)
 
 
 def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "n k"]]:

@@ -97,6 +97,7 @@ def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
         **content,
         "inputs": {model: dict(files) for model, files in hashes.items()},
         "outputs": {shard: staging.finished[shard]["sha256"] for shard in plan.shards},
+        "parts": {path: sha for shard in plan.shards for path, sha in staging.finished[shard]["parts"].items()},
     }
 
 
@@ -119,7 +120,7 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
 
 # {plan.base.name} merged by {plan.method.title}
 
-One model made from {len(plan.experts)} fine-tuned ones, from their weights alone, with
+{_made(plan)} {len(plan.experts)} fine-tuned ones, from their weights alone, with
 acemerge {__version__} and the method `{plan.method.name}` ({plan.method.paper}).
 
 Base: {sources.base.public_name}. Experts:
@@ -127,7 +128,7 @@ Base: {sources.base.public_name}. Experts:
 {experts}
 
 Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
-{_heads_section(plan)}
+{_per_task_section(plan)}{_heads_section(plan)}
 ## Recipe
 
 ```yaml
@@ -139,6 +140,34 @@ Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
 | model | file | sha256 |
 |---|---|---|
 {files}
+"""
+
+
+def _made(plan: Plan) -> str:
+    return "One model per task, not one merged model, made from" if plan.per_task_methods else "One model made from"
+
+
+def _per_task_section(plan: Plan) -> str:
+    if not plan.per_task_methods:
+        return ""
+    methods = " and ".join(f"`{name}`" for name in plan.per_task_methods)
+    names = ", ".join(f"`{expert.name}`" for expert in plan.experts)
+    example = plan.experts[0].name
+    return f"""
+## Not one merged model
+
+{methods} makes **one model per task**. The weights at the top of this folder are only what the tasks
+share, and are not any task's model; `tasks/` holds each task's own small parts, and `shared/` what these
+parts refer to. You must know which task an input belongs to. Do not compare the results with those of
+methods that make one merged model.
+
+The tasks: {names}. The model for one of them, as a folder of its own:
+
+```sh
+acemerge task this-folder {example} -o OUT
+```
+
+or in Python: `acemerge.load_expert_head("this-folder", "{example}")`.
 """
 
 

@@ -29,6 +29,7 @@ from acemerge.families import (
 )
 from acemerge.methods import Method, Options, get_method
 from acemerge.recipe import Recipe, TensorRule
+from acemerge.tied import tied_names
 
 Action = Literal["merged", "averaged", "kept", "copied"]
 
@@ -131,8 +132,13 @@ class Plan:
         return {f"model-{i:05d}-of-{total:05d}.safetensors": tuple(group) for i, group in enumerate(groups, 1)}
 
     @property
+    def per_task_methods(self) -> list[str]:
+        """The methods at work here that make one model per task, not one merged model."""
+        return _per_task_methods(self.tensors)
+
+    @property
     def output_bytes(self) -> int:
-        """Size of the merged weights and the heads."""
+        """Size of the merged weights and the heads; what per-task methods add is known only when it is written."""
         heads = sum(self.experts[h.expert].tensors[name].nbytes for h in self.heads for name in h.tensors)
         return sum(tensor.output_bytes for tensor in self.tensors) + heads
 
@@ -164,6 +170,7 @@ class Plan:
             "method": self.method.name,
             "options": asdict(self.options),
             "orientation": self.recipe.orientation,
+            "per_task": bool(self.per_task_methods),
             "totals": {
                 **{action: self.count(action) for action in ("merged", "averaged", "kept", "copied")},
                 "omitted_tied": len(self.omitted),
@@ -227,7 +234,7 @@ class _Planner:
         self.family = choose_family(recipe.preset, config, base.tensors)
         self.method = get_method(recipe.method)
         self.options = self.method.options(recipe.options).resolve(config)
-        self.omitted = _tied_names(base, config)
+        self.omitted = tied_names(base, config)
         # expert index -> {name in the base: name in the expert}
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
         self.used_rules: set[int] = set()
@@ -237,6 +244,7 @@ class _Planner:
         tensors = tuple(self._decide(name) for name in self.base.tensors if name not in self.omitted)
         heads = self._plan_heads(tensors)
         self._report_missing(tensors)
+        self._say_one_model_per_task(tensors)
         for index, rule in enumerate(self.recipe.tensors):
             if index not in self.used_rules:
                 self.problems.append(f"recipe: the pattern '{rule.match}' matches no tensor of the base; see `acemerge plan`")
@@ -378,6 +386,13 @@ class _Planner:
                 f"base {self.base.where} and the experts have no weights in common to merge; are these fine-tunes of this base?"
             )
 
+    def _say_one_model_per_task(self, tensors: Sequence[PlannedTensor]) -> None:
+        for name in _per_task_methods(tensors):
+            self.notes.append(
+                f"method '{name}' makes one model per task, not one merged model: the output's own weights are only what the "
+                "tasks share; `acemerge task OUT EXPERT -o DIR` makes an expert's model"
+            )
+
     def _plan_heads(self, tensors: Sequence[PlannedTensor]) -> tuple[PlannedHead, ...]:
         planned = {tensor.name: tensor for tensor in tensors}
         heads = []
@@ -393,7 +408,7 @@ class _Planner:
         """Whether an expert's tensor is its own; reports it when it has no place in the output at all."""
         if ours in planned:
             return planned[ours].action == "kept" and "a task head" in planned[ours].reason
-        known_elsewhere = ours in self.omitted or theirs in expert.tied or matches(theirs, (*BUFFERS, *self.family.buffers))
+        known_elsewhere = ours in self.omitted or matches(theirs, (*BUFFERS, *self.family.buffers))
         if known_elsewhere or not expert.tensors[theirs].is_mergeable or self._is_tied_in(expert, theirs):
             return False
         rule = self._rule_for(ours) or self._rule_for(theirs)
@@ -406,7 +421,11 @@ class _Planner:
         return False
 
     def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:
-        return name in _tied_names(expert, expert.config)
+        return name in tied_names(expert, expert.config)
+
+
+def _per_task_methods(tensors: Sequence[PlannedTensor]) -> list[str]:
+    return sorted({tensor.method for tensor in tensors if tensor.method and get_method(tensor.method).per_task})
 
 
 def _invert(aligned: Mapping[str, str], expert: str) -> dict[str, str]:
@@ -421,31 +440,3 @@ def _invert(aligned: Mapping[str, str], expert: str) -> dict[str, str]:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:3])
     return f"{shown} and {len(names) - 3} more tensors" if len(names) > 3 else shown
-
-
-_OUTPUT_EMBEDDINGS = (
-    "lm_head.weight",
-    "*.lm_head.weight",
-    "*encoder.embed_tokens.weight",
-    "*decoder.embed_tokens.weight",
-)
-_INPUT_EMBEDDINGS = (
-    "*embed_tokens.weight",
-    "*wte.weight",
-    "*shared.weight",
-    "*word_embeddings.weight",
-    "*embed_in.weight",
-)
-
-
-def _tied_names(model: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
-    """Tensors that are second names of others: same storage, or an lm_head that the config says is the embedding."""
-    tied = dict(model.tied)
-    if config.get("tie_word_embeddings") is True:
-        inputs = [n for n in model.tensors if matches(n, _INPUT_EMBEDDINGS) and n not in tied]
-        source = min(inputs, key=lambda n: (not n.endswith("shared.weight"), len(n)), default=None)
-        for name, header in model.tensors.items():
-            same = source is not None and name != source and header == model.tensors[source]
-            if source is not None and same and matches(name, _OUTPUT_EMBEDDINGS):
-                tied[name] = source
-    return tied

@@ -2,7 +2,8 @@
 
 `heads/<expert>/` holds the expert's own tensors (head.safetensors), its config, tokenizer and other small files, and
 head.json, which says under which names the expert knows the merged tensors. Methods that make one model per task also write
-`tasks/<expert>/`, each tensor's small parts, and `shared/`, the vector that masks refer to (see `Merged`).
+`tasks/<expert>/`, each tensor's small parts, and `shared/`: the vector that masks refer to (see `Merged`), and what a
+half-precision output lost of the shared model, so that a task's model is rounded once and not twice.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acemerge.checkpoint import Checkpoint, TensorHeader, open_checkpoint, read_json
+from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_checkpoint, read_json
 from acemerge.errors import InputError, did_you_mean
 from acemerge.plan import Plan
 from acemerge.writer import check_output, staged_output, write_safetensors
 
 _HEAD_TENSORS = "head.safetensors"
 _HEAD_NAMES = "head.json"
+_MANIFEST = "acemerge_manifest.json"
 
 
 def write_heads(plan: Plan, folder: Path) -> None:
@@ -49,14 +52,16 @@ class TaskModel:
     backbone: Mapping[str, str]
     side_files: tuple[Path, ...]
     head: Checkpoint | None
-    parts: Checkpoint | None
-    shared: Checkpoint | None
-    alpha: float
+    parts: Parts
+    shared: Parts
+    alphas: Mapping[str, float]
+    """Per tensor: rules may set another."""
 
     def headers(self) -> list[tuple[str, TensorHeader]]:
-        """Names and headers."""
+        """Names and headers, wide dtypes first, which keeps every tensor aligned in a file."""
         backbone = [(theirs, self.merged.tensors[ours]) for theirs, ours in self.backbone.items()]
-        return sorted([*backbone, *(self.head.tensors.items() if self.head else ())])
+        everything = [*backbone, *(self.head.tensors.items() if self.head else ())]
+        return sorted(everything, key=lambda entry: (-element_size(entry[1].dtype), entry[0]))
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
@@ -66,29 +71,64 @@ class TaskModel:
         return self.head.read(name)
 
     def _backbone_tensor(self, name: str) -> Tensor:
-        """The merged tensor with the task's parts applied, in the merged tensor's dtype."""
+        """The merged tensor with the task's parts applied (see `Merged`), in the merged tensor's dtype."""
         value = self.merged.read(name)
-        if self.parts is None:
+        part = self.parts.of(name)
+        if not part:
             return value
-        part = {p: self.parts.read(f"{name}:{p}") for p in _PARTS if f"{name}:{p}" in self.parts.tensors}
+        shared = self.shared.of(name)
+        exact = value.double()
+        if "lost" in shared:
+            exact += shared["lost"]
         if "left" in part:
-            return (value.float() + part["left"] @ part["right"]).to(value.dtype)
+            exact += part["left"] @ part["right"]
         if "delta" in part:
-            return (value.float() + part["delta"]).to(value.dtype)
-        if "mask" in part and self.shared is not None:
-            shared = self.shared.read(name).double()
-            bits = np.unpackbits(part["mask"].numpy(), count=shared.numel()).astype(bool)
-            mask = torch.from_numpy(bits).reshape(shared.shape)
-            base = value.double() - self.alpha * shared
-            return (base + float(part["scale"]) * mask * shared).to(value.dtype)
-        return value
+            exact += part["delta"]
+        if "mask" in part:
+            # From the shared model's W0 + alpha * vector to the task's W0 + scale * mask * vector.
+            change = _unpacked(part["mask"], value.shape).double().mul_(part["scale"]).sub_(self.alphas[name])
+            exact.addcmul_(change, shared["vector"].double())
+        return exact.to(value.dtype)
 
 
-_PARTS = ("left", "right", "delta", "mask", "scale")
+def _unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The mask that `task_vectors` packed."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The files of `shared/` or of one `tasks/<expert>/`: per tensor, its parts by name."""
+
+    files: tuple[Checkpoint, ...]
+
+    @cached_property
+    def _where(self) -> dict[str, dict[str, Checkpoint]]:
+        where: dict[str, dict[str, Checkpoint]] = {}
+        for file in self.files:
+            for stored in file.tensors:
+                name, _, part = stored.rpartition(":")
+                where.setdefault(name, {})[part] = file
+        return where
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """One tensor's parts; none if it has none."""
+        return {part: file.read(f"{name}:{part}") for part, file in self._where.get(name, {}).items()}
+
+
+def _open_parts(merged: Path, place: str, manifest: Mapping[str, Any]) -> Parts:
+    """The files that the manifest names there. Not every shard has one: some hold nothing that is a task's own."""
+    paths = [merged / path for path in manifest.get("parts", ()) if Path(path).parent == Path(place)]
+    for path in paths:
+        if not path.is_file():
+            raise InputError(f"{path}: missing, but named in {_MANIFEST}; copy the whole output folder")
+    return Parts(tuple(open_checkpoint(path, place) for path in paths))
 
 
 def _open_task_model(merged: Path, expert: str) -> TaskModel:
-    known = sorted({path.name for kind in ("heads", "tasks") for path in merged.glob(f"{kind}/*")})
+    manifest = read_json(merged / _MANIFEST) if (merged / _MANIFEST).is_file() else {}
+    with_parts = manifest["experts"] if manifest.get("per_task") else []
+    known = sorted({*with_parts, *(path.name for path in merged.glob("heads/*"))})
     if not known:
         raise InputError(
             f"{merged}: holds no heads and no tasks; only experts with their own heads, or a method with one model per task, "
@@ -97,21 +137,26 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
     if expert not in known:
         raise InputError(f"{merged}: has nothing of an expert '{expert}': {did_you_mean(expert, known)}")
     model = open_checkpoint(merged, merged.name)
-    head, tasks, shared = merged / "heads" / expert, merged / "tasks" / expert, merged / "shared"
+    head = merged / "heads" / expert
     has_head = head.is_dir()
+    if has_head and not (head / "config.json").is_file():
+        raise InputError(
+            f"{head}: has no config.json, because expert '{expert}' was given as a bare weights file; put the config of that "
+            "expert's model there"
+        )
     return TaskModel(
         model,
         read_json(head / _HEAD_NAMES)["backbone"] if has_head else {name: name for name in model.tensors},
         tuple(p for p in head.iterdir() if p.name not in (_HEAD_TENSORS, _HEAD_NAMES)) if has_head else (),
         open_checkpoint(head / _HEAD_TENSORS, expert) if has_head else None,
-        open_checkpoint(tasks, expert) if tasks.is_dir() else None,
-        open_checkpoint(shared, "shared") if shared.is_dir() else None,
-        float(read_json(merged / "acemerge_manifest.json")["options"]["alpha"]),
+        _open_parts(merged, f"tasks/{expert}", manifest),
+        _open_parts(merged, "shared", manifest),
+        {record["name"]: record["options"]["alpha"] for record in manifest.get("tensors", ()) if "options" in record},
     )
 
 
 def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwrite: bool = False) -> Path:
-    """Write an ordinary Hugging Face folder for one task: the merged backbone, that expert's head, config and tokenizer."""
+    """Write an ordinary Hugging Face folder for one task: the merged backbone with what is that expert's own."""
     merged, output = Path(merged), Path(output)
     check_output(output, overwrite)
     model = _open_task_model(merged, expert)
@@ -121,12 +166,12 @@ def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwr
         for path in (*model.merged.side_files(), *model.side_files):  # the expert's own files win
             shutil.copyfile(path, staging.folder / path.name)
         manifest = {"exported": expert, "weights_sha256": digest}
-        (staging.folder / "acemerge_manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        (staging.folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return output
 
 
 def load_expert_head(merged: str | Path, expert: str) -> Any:
-    """The transformers model for one task: the merged backbone with that expert's head, on the CPU, in eval mode."""
+    """The transformers model for one task: the merged backbone with that expert's parts and head, on the CPU, in eval mode."""
     try:
         import transformers
     except ImportError:

@@ -28,9 +28,9 @@ class MergedTensor:
     value: Tensor
     facts: Mapping[str, Fact]
     warnings: tuple[str, ...] = ()
-    shared: Tensor | None = None
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Of methods with one model per task: the vector that masks refer to, and each expert's own parts by name."""
+    """Of methods with one model per task: each expert's own parts, and what all of them refer to, as they are stored."""
 
 
 def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: Any = None) -> MergedTensor:
@@ -41,6 +41,8 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
         return MergedTensor(base.to(dtype), {})
     task_vectors = load_task_vectors(plan, planned, device)
     energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
+    if not all(map(math.isfinite, energies)) and _all_equal_base(plan, planned):
+        return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
     if not all(map(math.isfinite, energies)):
         raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
     if not any(energies):
@@ -52,9 +54,11 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
         raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
     del task_vectors
     facts = {**merged.facts, **(_norms(energies, merged) if planned.action == "merged" else {})}
-    parts = {name: _stored_parts(own, planned.transposed) for name, own in zip(context.experts, merged.parts, strict=False)}
-    shared = None if merged.shared is None else _to_stored(merged.shared, planned.transposed, torch.float32).clone()
-    value = _to_stored(merged.delta.add_(_to_method(base, planned.transposed).to(device)), planned.transposed, dtype)
+    parts = _parts(planned, context, merged)
+    shared = _shared_vector(planned, merged)
+    exact = merged.delta.add_(_to_method(base, planned.transposed).to(device))
+    value = _to_stored(exact, planned.transposed, dtype)
+    shared |= _lost_by_rounding(planned, exact, value) if parts else {}
     if not math.isfinite(sum_of_squares(value)):
         raise MergeError(
             f"tensor '{planned.name}': the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
@@ -90,6 +94,11 @@ def prefetch(plan: Plan, planned: PlannedTensor) -> None:
             tensor.view(torch.uint8).reshape(-1)[::page].sum()
 
 
+def _all_equal_base(plan: Plan, planned: PlannedTensor) -> bool:
+    base = plan.base.read(planned.name)
+    return all(torch.equal(plan.experts[source.expert].read(source.name), base) for source in planned.experts)
+
+
 def _to_method(stored: Tensor, transposed: bool) -> Tensor:
     return stored.T if transposed else stored
 
@@ -98,14 +107,46 @@ def _to_stored(merged: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
     return _to_method(merged, transposed).to("cpu", dtype).contiguous()
 
 
-def _stored_parts(parts: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+def _parts(planned: PlannedTensor, context: Context, merged: Merged) -> dict[str, dict[str, Tensor]]:
+    """What is each expert's own, by its name; an expert that has nothing of its own is left out."""
+    stored = {
+        expert: _stored_parts(own, planned.transposed, _parts_dtype(planned))
+        for expert, own in zip(context.experts, merged.parts, strict=bool(merged.parts))
+    }
+    return {expert: own for expert, own in stored.items() if own}
+
+
+def _parts_dtype(planned: PlannedTensor) -> torch.dtype:
+    """Half precision would lose the small numbers that parts are made of."""
+    return torch.float64 if planned.output_dtype == "float64" else torch.float32
+
+
+def _shared_vector(planned: PlannedTensor, merged: Merged) -> dict[str, Tensor]:
+    """The vector that masks refer to; a copy, because the merged task vector may be the same memory."""
+    if merged.shared is None:
+        return {}
+    return {"vector": _to_stored(merged.shared, planned.transposed, _parts_dtype(planned)).clone()}
+
+
+def _lost_by_rounding(planned: PlannedTensor, exact: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """What a half-precision output lost of the shared model.
+
+    A task's model is made from the shared one. Rounded twice it would carry noise as large as a small change of weights;
+    these 8 further bits per entry leave the one rounding that its dtype needs.
+    """
+    if planned.output_dtype not in ("float16", "bfloat16"):
+        return {}
+    return {"lost": (_to_stored(exact, planned.transposed, exact.dtype) - value).to(torch.bfloat16)}
+
+
+def _stored_parts(parts: Mapping[str, Tensor], transposed: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """One expert's parts of one tensor as they are written: in the stored layout, masks as packed bits."""
     stored: dict[str, Tensor] = {}
     if "left" in parts:
         left, right = (parts["right"].T, parts["left"].T) if transposed else (parts["left"], parts["right"])
-        stored |= {"left": left.to("cpu", torch.float32).contiguous(), "right": right.to("cpu", torch.float32).contiguous()}
+        stored |= {"left": left.to("cpu", dtype).contiguous(), "right": right.to("cpu", dtype).contiguous()}
     if "delta" in parts:
-        stored["delta"] = _to_stored(parts["delta"], transposed, torch.float32)
+        stored["delta"] = _to_stored(parts["delta"], transposed, dtype)
     if "mask" in parts:
         mask = _to_stored(parts["mask"], transposed, torch.bool)
         stored["mask"] = torch.from_numpy(np.packbits(mask.numpy()))

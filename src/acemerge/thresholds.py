@@ -6,6 +6,7 @@ float32 grows with its value, so two histograms of 16 bits each, one pass over t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,6 +17,15 @@ from acemerge.linalg import row_blocks
 _BINS = 2**16
 
 
+def count_of_share(size: int, share: float) -> int:
+    """floor(size * share), of the share as it was written: 0.29 * 100 is 28.999999999999996 in floating point.
+
+    >>> count_of_share(100, 0.29)
+    29
+    """
+    return math.floor(size * share * (1 + 2**-51))
+
+
 class MagnitudeThresholds:
     """Per expert, the magnitude c such that the entries >= c are the kept share of its task vector.
 
@@ -24,37 +34,35 @@ class MagnitudeThresholds:
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
-        self._upper: dict[str, Tensor] = {}
-        self._lower: dict[str, Tensor] = {}
-        self._chosen: dict[str, tuple[int, int]] = {}
-        """Per expert, the upper half of the threshold's bits and its rank among the entries that share it."""
+        self._counts: dict[str, Tensor] = {}
+        self._chosen: dict[str, tuple[int, int]] | None = None
+        """After the first pass, per expert: the upper half of the threshold's bits, and its rank among those that share it."""
         self._thresholds: dict[str, float] = {}
 
     def observe(self, task_vectors: Tensor, experts: Sequence[str]) -> None:
         """Count one tensor's magnitudes: their upper halves in the first pass, then the lower halves of those that matter."""
         for expert, task_vector in zip(experts, task_vectors, strict=True):
             for bits in _bit_patterns(task_vector):
-                if expert in self._chosen:
-                    bits = bits[bits >> 16 == self._chosen[expert][0]]
-                counts = self._lower if self._chosen else self._upper
-                histogram = torch.bincount(bits & 0xFFFF if self._chosen else bits >> 16, minlength=_BINS)
-                counts[expert] = counts[expert] + histogram if expert in counts else histogram
+                half = bits >> 16 if self._chosen is None else bits[bits >> 16 == self._chosen[expert][0]] & 0xFFFF
+                histogram = torch.bincount(half, minlength=_BINS)
+                self._counts[expert] = self._counts[expert] + histogram if expert in self._counts else histogram
 
     def end_pass(self) -> bool:
         """Narrow down; whether the other half of the bits is still needed."""
         if self._keep >= 1:
             return False
-        if not self._chosen:
-            self._chosen = {expert: _locate(counts, self._rank(counts)) for expert, counts in self._upper.items()}
+        if self._chosen is None:
+            self._chosen = {expert: _locate(counts, self._rank(counts)) for expert, counts in self._counts.items()}
+            self._counts = {}
             return True
         for expert, (upper, rank) in self._chosen.items():
-            lower, _ = _locate(self._lower[expert], rank)
+            lower, _ = _locate(self._counts[expert], rank)
             self._thresholds[expert] = float(torch.tensor(upper << 16 | lower, dtype=torch.int32).view(torch.float32))
         return False
 
     def _rank(self, counts: Tensor) -> int:
         total = int(counts.sum())
-        return max(1, total - int(total * self._keep))
+        return max(1, total - count_of_share(total, self._keep))
 
     def threshold(self, expert: str) -> float:
         """The smallest magnitude that is kept."""

@@ -11,16 +11,18 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch import Tensor, uint8
 
-from acemerge.checkpoint import SAFETENSORS_NAME, TensorHeader
+from acemerge.checkpoint import SAFETENSORS_NAME, TensorHeader, element_size
 from acemerge.errors import InputError, MergeError
 
 _STATE = ".acemerge-state.json"
 _LOCK = ".acemerge-lock"
+_COPIED_AT_ONCE = 2**23
 
 
 def write_safetensors(path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor]) -> str:
@@ -77,12 +79,22 @@ class _GrowingFile:
         self.data.write(_bytes_of(tensor))
 
     def finish(self) -> None:
-        self.data.seek(0)
+        starts = accumulate((header.nbytes for _, header in self.headers), initial=0)
+        # Wide dtypes first keeps every tensor aligned in the file.
+        ordered = sorted(zip(starts, self.headers, strict=False), key=lambda entry: -element_size(entry[1][1].dtype))
         with self.path.open("wb") as file:
-            file.write(_encoded_header(self.headers))
-            shutil.copyfileobj(self.data, file)
+            file.write(_encoded_header([header for _, header in ordered]))
+            for start, (_, header) in ordered:
+                self._copy(file, start, header.nbytes)
             file.flush()
             os.fsync(file.fileno())
+
+    def _copy(self, file: BinaryIO, start: int, length: int) -> None:
+        self.data.seek(start)
+        while length:
+            block = self.data.read(min(length, _COPIED_AT_ONCE))
+            file.write(block)
+            length -= len(block)
 
 
 class PartsWriter:
@@ -100,13 +112,11 @@ class PartsWriter:
             self._files[place] = _GrowingFile(path, data)
         return self._files[place]
 
-    def add(self, name: str, shared: Tensor | None, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """One tensor's shared vector and each expert's parts of it."""
-        if shared is not None:
-            self._file("shared").add(name, shared)
-        for expert, own in parts.items():
+    def add(self, name: str, shared: Mapping[str, Tensor], parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """What all tasks share of one tensor, and each expert's parts of it."""
+        for place, own in [("shared", shared), *((f"tasks/{expert}", own) for expert, own in parts.items())]:
             for part, value in own.items():
-                self._file(f"tasks/{expert}").add(f"{name}:{part}", value)
+                self._file(place).add(f"{name}:{part}", value)
 
     def finish(self) -> dict[str, str]:
         """Complete the files; their hashes by path."""

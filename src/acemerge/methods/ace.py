@@ -2,14 +2,14 @@
 
     D_t = W_t - W0 (m x n)      C_t = D_t with its column means mu_t removed      S_t = C_t^T C_t, tr_t = trace S_t
 
-The steps are numbered as in the docs (docs/methods/ace.md). How the products are formed is `acemerge.linalg`'s business.
+The steps are numbered as in the docs (docs/methods/ace.md). How the products are formed is `acemerge.covariance`'s business.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -18,16 +18,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import (
-    DualGram,
-    Gram,
-    PrimalGram,
-    add_gram,
-    leading_directions,
-    mirror_lower,
-    row_blocks,
-    sum_of_squares,
-)
+from acemerge.covariance import Experts
+from acemerge.linalg import Gram, leading_directions, sum_of_squares
 from acemerge.methods.registry import Merged, Options, method
 
 DEFAULT_EPSILON = 1e-5
@@ -100,7 +92,7 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions) -> Merg
     changed = [t for t, energy in enumerate(energies) if energy > 0]
     if not changed:
         return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
-    experts = CentredExperts(task_vectors, changed)
+    experts = Experts(task_vectors, changed, centre=True)
     energies = [energies[t] for t in changed]
 
     # Step 1. Heterogeneity: the spread of the log energies.
@@ -159,110 +151,9 @@ def heterogeneity(energies: list[float]) -> float:
     return spread / centre**2 if centre**2 > 0 else math.inf
 
 
-def residual(experts: CentredExperts, a: list[float], S: Gram, CS: Tensor, ridge: float) -> Float[Tensor, "out in"]:
+def residual(experts: Experts, a: list[float], S: Gram, CS: Tensor, ridge: float) -> Float[Tensor, "out in"]:
     """R = sum_t D_t (Stilde_t - mean_s Sreg_s), with the uncentred D_t = C_t + 1 mu_t^T (step 6)."""
     R = CS + experts.mean_covariance(a)
     for rows, D_sum in experts.sums():
         R[rows].sub_(S.times(D_sum).add_(D_sum, alpha=ridge), alpha=1 / len(a))
     return R
-
-
-class CentredExperts:
-    """The experts' C_t = D_t - 1 mu_t^T in float64, a block of rows at a time: never a float64 copy of all of them."""
-
-    def __init__(self, task_vectors: Float[Tensor, "task out in"], chosen: list[int]) -> None:
-        self._deltas = [task_vectors[t] for t in chosen]
-        self._rows, self._columns = task_vectors.shape[1:]
-        self._device = task_vectors.device
-        self._means = [self._column_means(D) for D in self._deltas]
-
-    def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
-        total = torch.zeros(self._columns, dtype=torch.float64, device=self._device)
-        for rows in row_blocks(self._rows, self._columns):
-            total += D[rows].double().sum(0)
-        return total / self._rows
-
-    def _zeros(self, rows: int, columns: int) -> Float[Tensor, "rows columns"]:
-        return torch.zeros(rows, columns, dtype=torch.float64, device=self._device)
-
-    def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
-        return self._deltas[t][rows] - self._means[t]  # float64, whatever the deltas are: the means are
-
-    def traces(self) -> list[float]:
-        """tr_t = |C_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
-        return [self._trace(t) for t in range(len(self._deltas))]
-
-    def _trace(self, t: int) -> float:
-        blocks = row_blocks(self._rows, self._columns)
-        trace = math.fsum(float(self._centred(t, rows).square_().sum()) for rows in blocks)
-        rounding = torch.finfo(torch.float64).eps ** 2 * self._rows * float(self._means[t].square().sum())
-        return trace if trace > 4 * rounding else 0.0
-
-    def sums(self) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
-        """sum_t D_t, a block of rows at a time."""
-        for rows in row_blocks(self._rows, self._columns):
-            total = self._deltas[0][rows].to(torch.float64, copy=True)
-            for D in self._deltas[1:]:
-                total += D[rows]
-            yield rows, total
-
-    def add_weighted(self, total: Float[Tensor, "out in"], weights: list[float]) -> Float[Tensor, "out in"]:
-        """total + sum_t weight_t C_t, in place."""
-        for t, weight in enumerate(weights):
-            for rows in row_blocks(self._rows, self._columns):
-                total[rows].add_(self._centred(t, rows), alpha=weight)
-        return total
-
-    def mean_covariance(self, a: list[float]) -> Float[Tensor, " in"]:
-        """sum_t a_t mu_t^T S_t, a row: what centring removed from D_t Stilde_t."""
-        total = torch.zeros(self._columns, dtype=torch.float64, device=self._device)
-        for t, weight in enumerate(a):
-            for rows in row_blocks(self._rows, self._columns):
-                C = self._centred(t, rows)
-                total.addmv_(C.T, C @ self._means[t], alpha=weight)
-        return total
-
-    def weighted_covariance(self, a: list[float]) -> tuple[Gram, Float[Tensor, "out in"]]:
-        """S = sum_t a_t S_t and sum_t a_t C_t S_t, each product formed on its smaller side."""
-        if len(a) * self._rows < self._columns:
-            return self._dual_covariance(a)
-        S = self._zeros(self._columns, self._columns)
-        CS = self._zeros(self._rows, self._columns)
-        for t, weight in enumerate(a):
-            if self._columns <= self._rows:
-                self._add_through_covariance(S, CS, t, weight)
-            else:
-                self._add_through_outer_gram(S, CS, t, weight)
-        return PrimalGram(mirror_lower(S)), CS
-
-    def _add_through_covariance(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
-        """Tall or square: S_t once, then C_t S_t."""
-        S_t = self._zeros(self._columns, self._columns)
-        for rows in row_blocks(self._rows, self._columns):
-            add_gram(S_t, self._centred(t, rows))
-        mirror_lower(S_t)
-        S.add_(S_t, alpha=weight)
-        for rows in row_blocks(self._rows, self._columns):
-            CS[rows].addmm_(self._centred(t, rows), S_t, alpha=weight)
-
-    def _add_through_outer_gram(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
-        """Wide: C_t S_t = (C_t C_t^T) C_t, and S takes one SYRK."""
-        C = self._centred(t, slice(0, self._rows))
-        add_gram(S, C, scale=weight)
-        CS.addmm_(self._outer_gram(C), C, alpha=weight)
-
-    def _outer_gram(self, C: Float[Tensor, "rows in"]) -> Float[Tensor, "rows rows"]:
-        outer = self._zeros(C.shape[0], C.shape[0])
-        add_gram(outer, C.T)
-        return mirror_lower(outer)
-
-    def _dual_covariance(self, a: list[float]) -> tuple[Gram, Float[Tensor, "out in"]]:
-        """Very wide: everything through the (T m) x (T m) Gram of the stacked rows sqrt(a_t) C_t."""
-        everything = slice(0, self._rows)
-        stack = torch.cat([self._centred(t, everything).mul_(math.sqrt(weight)) for t, weight in enumerate(a)])
-        outer = self._outer_gram(stack)
-        CS = self._zeros(self._rows, self._columns)
-        for t, weight in enumerate(a):
-            own = slice(t * self._rows, (t + 1) * self._rows)
-            CS.addmm_(outer[own, own], stack[own], alpha=1 / math.sqrt(weight))
-        return DualGram(stack, outer), CS

@@ -149,7 +149,8 @@ class Method:
         try:
             return TypeAdapter(self.options_type).validate_python(dict(given))
         except ValidationError as error:
-            raise InputError("\n".join(self._explain(dict(e), given) for e in error.errors())) from None
+            explained = dict.fromkeys(self._explain(dict(e), given) for e in error.errors())  # a union fails once per member
+            raise InputError("\n".join(explained)) from None
 
     def _explain(self, error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         name = str(error["loc"][0])
@@ -184,6 +185,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
     >>> _allowed({"type": "number", "exclusiveMinimum": 0, "maximum": 1})
     'a number > 0 and <= 1'
+    >>> _allowed({"type": "array", "items": {"type": "number"}})
+    'a list, each entry a number'
     """
     if "anyOf" in schema:
         return " or ".join(_allowed(choice) for choice in schema["anyOf"])
@@ -191,6 +194,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return repr(schema["const"])
     if "enum" in schema:
         return "one of " + ", ".join(map(repr, schema["enum"]))
+    if schema["type"] == "array":
+        return f"a list, each entry {_allowed(schema['items'])}"
     names = {"number": "a number", "integer": "a whole number", "boolean": "true or false", "string": "text"}
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     bounds = " and ".join(f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,8 +11,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from acemerge.linalg import weighted_sum
 from acemerge.methods.registry import Context, Options, method
-from acemerge.thresholds import MagnitudeThresholds, kept_entries
+from acemerge.thresholds import MagnitudeThresholds, count_of_share, kept_entries
 
 Prepare = Callable[[Tensor, Context], Tensor]
 
@@ -43,7 +44,8 @@ class TiesStatistics:
         if not self._thresholds_known:
             self._thresholds.observe(prepared, context.experts)
         else:
-            self._sign_sum += int(self.trim(prepared, context).sum(0).sign().sum())
+            sums = weighted_sum(self.trim(prepared, context), [1.0] * len(prepared))
+            self._sign_sum += int((sums > 0).sum()) - int((sums < 0).sum())
 
     def end_pass(self) -> bool:
         """Thresholds take two passes, or none; the majority sign takes one more."""
@@ -70,17 +72,23 @@ class TiesStatistics:
 def tensor_threshold(task_vector: Tensor, keep: float) -> float:
     """The (d - floor(d * keep))-th smallest magnitude of one tensor; 0 when nothing is to be trimmed."""
     size = task_vector.numel()
-    rank = size - int(size * keep)
+    rank = size - count_of_share(size, keep)
     return float(task_vector.abs().float().reshape(-1).kthvalue(rank).values) if rank > 0 and size else 0.0
 
 
-def elect_and_merge(trimmed: Float[Tensor, "task *shape"], merge: str, majority_sign: int) -> Float[Tensor, "*shape"]:
-    """Elect a sign per entry by the sum, then take the mean (or sum) of the entries that have it."""
-    elected = trimmed.sum(0).sign()
-    elected = torch.where(elected == 0, torch.full_like(elected, majority_sign), elected)
-    agreeing = torch.where(trimmed * elected > 0, trimmed, torch.zeros_like(trimmed))
-    total = agreeing.sum(0)
-    return total / (agreeing != 0).sum(0).clamp_min(1) if merge == "mean" else total
+def elect_and_merge(
+    trimmed: Float[Tensor, "task *shape"], merge: str, majority_sign: int, weights: Sequence[float] | None = None
+) -> Float[Tensor, "*shape"]:
+    """Elect a sign per entry by the sum, then take the mean (or sum) of the entries that have it, weighted if asked."""
+    weights = weights or [1.0] * len(trimmed)
+    sums = weighted_sum(trimmed, weights)
+    positive = sums >= 0 if majority_sign > 0 else sums > 0  # an exact zero takes the majority's sign
+    total, share = torch.zeros_like(sums), torch.zeros_like(sums)
+    for u, weight in zip(trimmed, weights, strict=True):
+        agreeing = torch.where(positive, u.clamp_min(0), u.clamp_max(0))
+        total.add_(agreeing, alpha=weight)
+        share.add_(agreeing != 0, alpha=weight)
+    return total.div_(share.masked_fill_(share == 0, 1)) if merge == "mean" else total
 
 
 @method(
@@ -90,7 +98,7 @@ def elect_and_merge(trimmed: Float[Tensor, "task *shape"], merge: str, majority_
     touches="all",
     statistics=lambda options, experts: TiesStatistics(options),  # noqa: ARG005
     flops=lambda tasks, rows, columns: 10.0 * tasks * rows * columns,
-    float64_elements=lambda tasks, rows, columns: 1.5 * tasks * rows * columns,
+    float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 4.0) * rows * columns,
 )
 def ties(task_vectors: Float[Tensor, "task *shape"], options: TiesOptions, context: Context) -> Float[Tensor, "*shape"]:
     """Trim each task vector to its largest entries, elect a sign per entry, and average the entries that agree with it.

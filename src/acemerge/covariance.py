@@ -1,0 +1,141 @@
+"""Each expert's input covariance, read off its weight change: what ACE, ACTMat and WUDI merge under.
+
+    tau_t = W_t - W0 (m x n)      C_t = tau_t, with its column means removed if centred      S_t = C_t^T C_t (n x n)
+
+All three need S = sum_t a_t S_t and sum_t a_t C_t S_t. Here is how these are formed: on the smaller side of each product, a block
+of rows at a time, without T Gram matrices and without a float64 copy of the experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from acemerge.linalg import DualGram, Gram, PrimalGram, add_gram, mirror_lower, pseudo_inverse, row_blocks
+
+
+class Experts:
+    """The experts' C_t in float64: tau_t - 1 mu_t^T with the column means mu_t if `centre`, else tau_t itself (mu_t = 0)."""
+
+    def __init__(self, task_vectors: Float[Tensor, "task out in"], chosen: Sequence[int], *, centre: bool) -> None:
+        self._deltas = [task_vectors[t] for t in chosen]
+        self._rows, self._columns = task_vectors.shape[1:]
+        self._device = task_vectors.device
+        self._means = [self._column_means(D) if centre else self._zeros(self._columns) for D in self._deltas]
+
+    def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
+        total = self._zeros(self._columns)
+        for rows in row_blocks(self._rows, self._columns):
+            total += D[rows].double().sum(0)
+        return total / self._rows
+
+    def _zeros(self, *shape: int) -> Float[Tensor, "*shape"]:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+    def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
+        return self._deltas[t][rows] - self._means[t]  # new memory, and float64 whatever the deltas are: the means are
+
+    def traces(self) -> list[float]:
+        """tr_t = |C_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
+        return [self._trace(t) for t in range(len(self._deltas))]
+
+    def _trace(self, t: int) -> float:
+        blocks = row_blocks(self._rows, self._columns)
+        trace = math.fsum(float(self._centred(t, rows).square_().sum()) for rows in blocks)
+        rounding = torch.finfo(torch.float64).eps ** 2 * self._rows * float(self._means[t].square().sum())
+        return trace if trace > 4 * rounding else 0.0
+
+    def sums(self) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+        """sum_t tau_t, a block of rows at a time."""
+        for rows in row_blocks(self._rows, self._columns):
+            total = self._deltas[0][rows].to(torch.float64, copy=True)
+            for D in self._deltas[1:]:
+                total += D[rows]
+            yield rows, total
+
+    def add_weighted(self, total: Float[Tensor, "out in"], weights: Sequence[float]) -> Float[Tensor, "out in"]:
+        """total + sum_t weight_t C_t, in place."""
+        for t, weight in enumerate(weights):
+            for rows in row_blocks(self._rows, self._columns):
+                total[rows].add_(self._centred(t, rows), alpha=weight)
+        return total
+
+    def mean_covariance(self, a: Sequence[float]) -> Float[Tensor, " in"]:
+        """sum_t a_t mu_t^T S_t, a row: what centring removed from sum_t a_t tau_t S_t."""
+        total = self._zeros(self._columns)
+        for t, weight in enumerate(a):
+            for rows in row_blocks(self._rows, self._columns):
+                C = self._centred(t, rows)
+                total.addmv_(C.T, C @ self._means[t], alpha=weight)
+        return total
+
+    def weighted_covariance(self, a: Sequence[float]) -> tuple[Gram, Float[Tensor, "out in"]]:
+        """S = sum_t a_t S_t and sum_t a_t C_t S_t, each product formed on its smaller side."""
+        if self._is_very_wide(a):
+            stack, outer = self._stack(a)
+            return DualGram(stack, outer), self._own_blocks(outer, a) @ stack
+        S, CS = self._primal_covariance(a)
+        return PrimalGram(S), CS
+
+    def least_squares(self, a: Sequence[float], rtol: float) -> tuple[Float[Tensor, "out in"], int]:
+        """The M nearest to every expert under its own covariance, argmin sum_t a_t |(M - C_t) C_t^T|_F^2, of least norm.
+
+        M = (sum_t a_t C_t S_t) S^+, where S^+ leaves out the eigenvalues of S up to rtol of the largest; and how many are left.
+        """
+        if self._is_very_wide(a):
+            stack, outer = self._stack(a)  # S = X^T X and X X^T have the same eigenvalues, and
+            B = self._own_blocks(outer, a)
+            divide, rank = pseudo_inverse(outer, rtol)
+            return divide(B) @ stack, rank  # B X (X^T X)^+ = B (X X^T)^+ X
+        S, CS = self._primal_covariance(a)
+        divide, rank = pseudo_inverse(S, rtol)
+        return divide(CS), rank
+
+    def _is_very_wide(self, a: Sequence[float]) -> bool:
+        return len(a) * self._rows < self._columns
+
+    def _primal_covariance(self, a: Sequence[float]) -> tuple[Float[Tensor, "in in"], Float[Tensor, "out in"]]:
+        S = self._zeros(self._columns, self._columns)
+        CS = self._zeros(self._rows, self._columns)
+        for t, weight in enumerate(a):
+            if self._columns <= self._rows:
+                self._add_through_covariance(S, CS, t, weight)
+            else:
+                self._add_through_outer_gram(S, CS, t, weight)
+        return mirror_lower(S), CS
+
+    def _add_through_covariance(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
+        """Tall or square: S_t once, then C_t S_t."""
+        S_t = self._zeros(self._columns, self._columns)
+        for rows in row_blocks(self._rows, self._columns):
+            add_gram(S_t, self._centred(t, rows))
+        mirror_lower(S_t)
+        S.add_(S_t, alpha=weight)
+        for rows in row_blocks(self._rows, self._columns):
+            CS[rows].addmm_(self._centred(t, rows), S_t, alpha=weight)
+
+    def _add_through_outer_gram(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
+        """Wide: C_t S_t = (C_t C_t^T) C_t, and S takes one SYRK."""
+        C = self._centred(t, slice(0, self._rows))
+        add_gram(S, C, scale=weight)
+        CS.addmm_(self._outer_gram(C), C, alpha=weight)
+
+    def _outer_gram(self, C: Float[Tensor, "rows in"]) -> Float[Tensor, "rows rows"]:
+        outer = self._zeros(C.shape[0], C.shape[0])
+        add_gram(outer, C.T)
+        return mirror_lower(outer)
+
+    def _stack(self, a: Sequence[float]) -> tuple[Float[Tensor, "stacked in"], Float[Tensor, "stacked stacked"]]:
+        """Very wide: the stacked rows X of sqrt(a_t) C_t, and their (T m) x (T m) Gram X X^T."""
+        everything = slice(0, self._rows)
+        stack = torch.cat([self._centred(t, everything).mul_(math.sqrt(weight)) for t, weight in enumerate(a)])
+        return stack, self._outer_gram(stack)
+
+    def _own_blocks(self, outer: Float[Tensor, "stacked stacked"], a: Sequence[float]) -> Float[Tensor, "out stacked"]:
+        """B = [sqrt(a_1) C_1 C_1^T ... sqrt(a_T) C_T C_T^T], for sum_t a_t C_t S_t = B X."""
+        blocks = (slice(t * self._rows, (t + 1) * self._rows) for t in range(len(a)))
+        return torch.cat([outer[own, own] / math.sqrt(weight) for own, weight in zip(blocks, a, strict=True)], 1)

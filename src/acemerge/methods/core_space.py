@@ -1,0 +1,115 @@
+"""Core Space: any merging method on the small cores that low-rank experts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from acemerge.errors import InputError
+from acemerge.linalg import directions_elements, directions_flops, leading_directions, with_fixed_signs
+from acemerge.methods.registry import Context, Merged, Method, Options, Statistics, get_method, method
+
+
+@dataclass(frozen=True)
+class CoreSpaceOptions(Options):
+    """Defaults are the authors' for TSV-M in core space."""
+
+    inner: Annotated[
+        str, Field(description="the method that merges the cores, with its own default options; its alpha is not used")
+    ] = "tsv_m"
+    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.2
+
+    def resolve(self, config: Mapping[str, Any]) -> CoreSpaceOptions:  # noqa: ARG002
+        """These options, if a core can be merged that way."""
+        inner = get_method(self.inner)
+        if inner.name == "core_space" or inner.per_task or inner.experts is not None:
+            raise InputError(
+                f"method 'core_space': inner={self.inner!r} is not allowed: it must make one model from any number of experts, "
+                "such as tsv_m, iso_c or ties"
+            )
+        return self
+
+    def inner_method(self) -> tuple[Method, Options]:
+        """The method for the cores and its options; the final scale is ours."""
+        inner = get_method(self.inner)
+        return inner, inner.options({"alpha": 1.0}).resolve({})
+
+
+@dataclass(frozen=True)
+class Core:
+    """Task vectors as tau_t = left C_t right^T, with orthonormal left and right."""
+
+    left: Float[Tensor, "out p"]
+    right: Float[Tensor, "in q"]
+    cores: Float[Tensor, "task p q"]
+
+
+def core_of(task_vectors: Float[Tensor, "task out in"]) -> Core:
+    """Bases of what all experts write (columns) and read (rows), from truncated SVDs tau_t = B_t A_t at the numerical rank."""
+    factors = [leading_directions(task_vector.double(), min(task_vector.shape)) for task_vector in task_vectors]
+    left = _basis([own.left * own.values.sqrt() for own in factors])
+    right = _basis([own.right * own.values.sqrt() for own in factors])
+    return Core(left, right, torch.stack([left.T @ task_vector.double() @ right for task_vector in task_vectors]))
+
+
+def _basis(factors: list[Tensor]) -> Float[Tensor, "side p"]:
+    stacked = torch.cat(factors, 1)
+    return with_fixed_signs(leading_directions(stacked, min(stacked.shape))).left
+
+
+@dataclass(frozen=True)
+class CoreStatistics:
+    """What the inner method gathers, over the cores."""
+
+    inner: Statistics
+
+    def observe(self, task_vectors: Tensor, context: Context) -> None:
+        """See one tensor."""
+        self.inner.observe(core_of(task_vectors).cores, context)
+
+    def end_pass(self) -> bool:
+        """As the inner method says."""
+        return self.inner.end_pass()
+
+
+def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> CoreStatistics | None:
+    inner, inner_options = options.inner_method()
+    gathered = inner.statistics(inner_options, experts) if inner.statistics else None
+    return None if gathered is None else CoreStatistics(gathered)
+
+
+@method(
+    "core_space",
+    title="Core Space merging",
+    paper="Panariello et al., Accurate and efficient low-rank model merging in core space, NeurIPS 2025",
+    rest="keep",
+    statistics=_statistics,
+    flops=lambda tasks, rows, columns: (2 * tasks + 2) * directions_flops(rows, columns, min(rows, columns)),
+    float64_elements=lambda tasks, rows, columns: (
+        (2.0 * tasks + 1) * rows * columns
+        + tasks * (rows + columns) * min(rows, columns)
+        + directions_elements(rows, columns, min(rows, columns))
+    ),
+)
+def core_space(task_vectors: Float[Tensor, "task out in"], options: CoreSpaceOptions, context: Context) -> Merged:
+    """Merge low-rank experts where they live: in a small core space that holds all of them without loss.
+
+    tau_t = U C_t V^T with bases common to all experts; M = U g(C_1, ..., C_T) V^T for the method g named by `inner`. Directions
+    that no expert has cannot disturb g. Made for LoRA experts; with full-rank experts it is a rotation of the full space.
+    """
+    core = core_of(task_vectors)
+    p, q = core.cores.shape[1:]
+    if not p or not q:
+        return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))
+    inner, inner_options = options.inner_method()
+    base = None if context.base is None else core.left.T @ context.base.to(core.left) @ core.right
+    gathered = context.statistics.inner if isinstance(context.statistics, CoreStatistics) else None
+    merged = inner(core.cores, inner_options, replace(context, base=base, statistics=gathered))
+    facts = {"core_rows": p, "core_columns": q, **merged.facts}
+    return replace(merged, delta=core.left @ merged.delta.double() @ core.right.T, facts=facts)

@@ -1,0 +1,83 @@
+"""DELLA (MagPrune): drop small changes more often than large ones, then elect signs and average what agrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from acemerge.dropping import Rescale, Seed, drop
+from acemerge.errors import InputError
+from acemerge.expert_weights import NonNegativeWeights, weight_each
+from acemerge.linalg import row_blocks, weighted_sum
+from acemerge.methods.registry import Context, Options, method
+from acemerge.methods.ties import elect_and_merge
+
+
+@dataclass(frozen=True)
+class DellaOptions(Options):
+    """Defaults are the official README's."""
+
+    drop: Annotated[float, Field(ge=0, lt=1, description="mean share of entries dropped at random")] = 0.3
+    window: Annotated[
+        float, Field(ge=0, lt=1, description="how much less often a row's largest entry is dropped than its smallest; 0 is DARE")
+    ] = 0.14
+    rescale: Rescale = "inverse"
+    elect: Annotated[
+        bool, Field(description="average the entries that agree with the elected sign; false: sum all of them (della_linear)")
+    ] = True
+    weights: NonNegativeWeights = "equal"
+    seed: Seed = 0
+    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 1.1
+
+    def __post_init__(self) -> None:
+        smallest, largest = 1 - self.drop - self.window / 2, 1 - self.drop + self.window / 2
+        # 1e-6: what a float32 draw can tell from probability 0, and rounding of sums such as 0.95 + 0.05.
+        if smallest < 1e-6 or largest > 1 + 1e-6:
+            raise InputError(
+                f"method 'della': drop={self.drop} and window={self.window} ask for keep probabilities from {smallest:.3g} to "
+                f"{largest:.3g}; give a window below {2 * min(self.drop, 1 - self.drop):.3g}, or another drop"
+            )
+
+
+def keep_probabilities(task_vector: Float[Tensor, "*shape"], keep: float, window: float) -> Float[Tensor, "*shape"]:
+    """pi_j = keep - window / 2 + window (rank_j - 1) / (n - 1), ranks of magnitude along the last axis."""
+    n = task_vector.shape[-1] if task_vector.dim() else 1
+    if n < 2:  # nothing to rank: the mean probability
+        return torch.full_like(task_vector, keep)
+    rows = task_vector.reshape(-1, n)
+    by_rank = torch.linspace(keep - window / 2, keep + window / 2, n, dtype=torch.float64, device=rows.device).to(rows.dtype)
+    probabilities = torch.empty_like(rows)
+    for block in row_blocks(*rows.shape):
+        order = rows[block].abs().argsort(dim=1, stable=True)
+        probabilities[block].scatter_(1, order, by_rank.expand_as(order))
+    return probabilities.reshape(task_vector.shape)
+
+
+@method(
+    "della",
+    title="DELLA-Merging",
+    paper="Deep et al., DELLA-Merging: reducing interference through magnitude-based sampling, 2024",
+    touches="all",
+    ordered=True,
+    flops=lambda tasks, rows, columns: 40.0 * tasks * rows * columns,
+    float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 4.0) * rows * columns,
+)
+def della(task_vectors: Float[Tensor, "task *shape"], options: DellaOptions, context: Context) -> Float[Tensor, "*shape"]:
+    """Drop entries at random, small ones of each row more often, rescale the others, and average those of the elected sign.
+
+    The keep probability rises with an entry's rank of magnitude along the last axis, from 1 - drop - window/2 to
+    1 - drop + window/2. The same seed gives the same model.
+    """
+    weights = weight_each(options.weights, context.experts, context.tensor)
+    dropped = torch.empty_like(task_vectors)
+    for task, task_vector in enumerate(task_vectors):
+        keep = keep_probabilities(task_vector, 1 - options.drop, options.window)
+        dropped[task] = drop(task_vector, keep, options.rescale, context.generator(options.seed, task))
+    if not options.elect:
+        return weighted_sum(dropped, weights)
+    return elect_and_merge(dropped, "mean", majority_sign=1, weights=weights)

@@ -1,0 +1,53 @@
+"""Linear: the weighted average of the experts' weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from acemerge.errors import InputError
+from acemerge.expert_weights import ExpertWeights, weight_each
+from acemerge.linalg import weighted_sum
+from acemerge.methods.registry import Context, Options, method
+
+
+@dataclass(frozen=True)
+class LinearOptions(Options):
+    """Equal weights that sum to one: weight averaging."""
+
+    weights: ExpertWeights = "equal"
+    normalise: Annotated[bool, Field(description="divide the weights by their sum; false: a weighted sum of task vectors")] = True
+
+    def __post_init__(self) -> None:
+        if not self.normalise or self.weights == "equal":
+            return
+        # The sum of decimal fractions that cancel, such as 0.1 + 0.2 - 0.3, is not exactly 0 in floating point.
+        if abs(math.fsum(self.weights)) <= 1e-9 * math.fsum(map(abs, self.weights)):
+            raise InputError(
+                f"method 'linear': weights={list(self.weights)} sum to 0 and cannot be normalised; give other weights, or "
+                "normalise=false"
+            )
+
+
+@method(
+    "linear",
+    title="Weighted averaging",
+    paper="Wortsman et al., Model soups, ICML 2022",
+    touches="all",
+    ordered=True,
+    float64_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005
+)
+def linear(task_vectors: Float[Tensor, "task *shape"], options: LinearOptions, context: Context) -> Float[Tensor, "*shape"]:
+    """The experts' average with weights of your own: M = sum_t w_t tau_t / sum_t w_t, on every floating-point tensor.
+
+    For when you know which expert should count for more. With normalise=false it is task arithmetic with one scale per
+    expert, and a negative weight takes an expert's skill away.
+    """
+    weights = weight_each(options.weights, context.experts, context.tensor)
+    total = math.fsum(weights) if options.normalise else 1.0
+    return weighted_sum(task_vectors, [weight / total for weight in weights])
