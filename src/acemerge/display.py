@@ -19,9 +19,9 @@ _ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
 
 
 def _console() -> Console:
-    """As wide as the terminal; in a pipe, as wide as the content needs, so that nothing is cut."""
-    console = Console(highlight=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    """As wide as the terminal; in a pipe, as wide as the content needs, so that nothing is cut. `[in, out]` is no markup."""
+    console = Console(highlight=False, markup=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:

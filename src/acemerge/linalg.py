@@ -44,10 +44,12 @@ def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
 
 def weighted_sum(vectors: Float[Tensor, "task *shape"], weights: Sequence[float]) -> Float[Tensor, "*shape"]:
     """sum_t w_t x_t in float64, where float32 entries that cancel do so exactly, whatever their order."""
-    total = torch.zeros(vectors.shape[1:], dtype=torch.float64, device=vectors.device)
-    for vector, weight in zip(vectors, weights, strict=True):
-        total.add_(vector, alpha=weight)
-    return total
+    flat = vectors.reshape(len(vectors), -1)
+    total = torch.zeros(flat.shape[1], dtype=torch.float64, device=vectors.device)
+    for vector, weight in zip(flat, weights, strict=True):
+        for block in row_blocks(len(total), 1):
+            total[block].add_(vector[block], alpha=weight)
+    return total.reshape(vectors.shape[1:])
 
 
 def changed_tasks(task_vectors: Float[Tensor, "task *shape"]) -> list[int]:
@@ -256,13 +258,11 @@ def polar(matrix: Float[Tensor, "m n"], cut: float = 0.0) -> Polar:
     return Polar(left[:, clear] @ right[clear], values.flip(0), deficient=not bool(clear.all()))
 
 
-def with_fixed_signs(directions: LeadingDirections) -> LeadingDirections:
-    """The same triples with the largest entry of each left vector positive: a factorisation leaves their signs open."""
-    if not len(directions.values):
-        return directions
-    largest = directions.left.abs().argmax(0, keepdim=True)
-    signs = directions.left.gather(0, largest).sign()
-    return LeadingDirections(directions.values, directions.left * signs, directions.right * signs)
+def fixed_signs(vectors: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
+    """+1 or -1 for each column, such that times it the column's largest entry is positive: a factorisation leaves signs open."""
+    if not vectors.numel():
+        return vectors.new_ones(vectors.shape[1])
+    return vectors.gather(0, vectors.abs().argmax(0, keepdim=True))[0].sign()
 
 
 def directions_flops(m: int, n: int, k: int) -> float:
@@ -272,6 +272,5 @@ def directions_flops(m: int, n: int, k: int) -> float:
 
 
 def directions_elements(m: int, n: int, k: int) -> float:
-    """float64 numbers held while finding them, beside the matrix: the Gram matrix, its eigenvectors and both sides'."""
-    small = min(m, n)
-    return float(2 * small**2 + (m + n) * k)
+    """float64 numbers held while finding them, beside the matrix: the Gram matrix, its eigenvectors twice, and both sides'."""
+    return 3.0 * min(m, n) ** 2 + (m + n) * k

@@ -175,6 +175,8 @@ def _heads_section(plan: Plan) -> str:
     if not plan.heads:
         return ""
     names = ", ".join(f"`{plan.experts[head.expert].name}`" for head in plan.heads)
+    if plan.per_task_methods:
+        return f"\nEach task's model gets its expert's own head, from `heads/`: {names}.\n"
     example = plan.experts[plan.heads[0].expert].name
     return f"""
 ## One task at a time

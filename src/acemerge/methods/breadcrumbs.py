@@ -43,7 +43,7 @@ def breadcrumbs_of(rows: Float[Tensor, "rows n"], removed: int, kept: int) -> Fl
     paper="Davari and Belilovsky, Model Breadcrumbs, ECCV 2024",
     touches="all",
     flops=lambda tasks, rows, columns: 30.0 * tasks * rows * columns,
-    float64_elements=lambda tasks, rows, columns: 4.0 * rows * columns,  # noqa: ARG005
+    float64_elements=lambda tasks, rows, columns: 4.5 * rows * columns,  # noqa: ARG005
 )
 def breadcrumbs(task_vectors: Float[Tensor, "task *shape"], options: BreadcrumbsOptions) -> Merged:
     """Remove each task vector's largest entries (outliers) and its small ones, and sum what lies between.

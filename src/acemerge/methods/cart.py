@@ -30,7 +30,7 @@ class CartOptions(Options):
     paper="Choi et al., Revisiting weight averaging for model merging, 2024",
     flops=lambda tasks, rows, columns: tasks * directions_flops(rows, columns, round(0.12 * min(rows, columns))),
     float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
-        3.0 * rows * columns + directions_elements(rows, columns, round(0.12 * min(rows, columns)))
+        4.0 * rows * columns + directions_elements(rows, columns, round(0.12 * min(rows, columns)))
     ),
 )
 def cart(task_vectors: Float[Tensor, "task out in"], options: CartOptions) -> Merged:

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.linalg import directions_elements, directions_flops, leading_directions, with_fixed_signs
+from acemerge.linalg import directions_flops, fixed_signs, leading_directions
 from acemerge.methods.registry import Context, Merged, Method, Options, Statistics, get_method, method
 
 
@@ -52,15 +52,21 @@ class Core:
 
 def core_of(task_vectors: Float[Tensor, "task out in"]) -> Core:
     """Bases of what all experts write (columns) and read (rows), from truncated SVDs tau_t = B_t A_t at the numerical rank."""
-    factors = [leading_directions(task_vector.double(), min(task_vector.shape)) for task_vector in task_vectors]
-    left = _basis([own.left * own.values.sqrt() for own in factors])
-    right = _basis([own.right * own.values.sqrt() for own in factors])
+    written, read = [], []
+    for task_vector in task_vectors:
+        own = leading_directions(task_vector.double(), min(task_vector.shape))
+        written.append(own.left * own.values.sqrt())
+        read.append(own.right * own.values.sqrt())
+    left, right = _basis(written), _basis(read)
     return Core(left, right, torch.stack([left.T @ task_vector.double() @ right for task_vector in task_vectors]))
 
 
 def _basis(factors: list[Tensor]) -> Float[Tensor, "side p"]:
+    """An orthonormal basis of all the factors' columns; the factors are used up."""
     stacked = torch.cat(factors, 1)
-    return with_fixed_signs(leading_directions(stacked, min(stacked.shape))).left
+    factors.clear()
+    basis = leading_directions(stacked, min(stacked.shape)).left
+    return basis * fixed_signs(basis)
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,7 @@ def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> CoreStat
     statistics=_statistics,
     flops=lambda tasks, rows, columns: (2 * tasks + 2) * directions_flops(rows, columns, min(rows, columns)),
     float64_elements=lambda tasks, rows, columns: (
-        (2.0 * tasks + 1) * rows * columns
-        + tasks * (rows + columns) * min(rows, columns)
-        + directions_elements(rows, columns, min(rows, columns))
+        tasks * (2.0 * (rows + columns) * min(rows, columns) + rows * columns) + 3.0 * min(max(rows, columns), tasks * rows) ** 2
     ),
 )
 def core_space(task_vectors: Float[Tensor, "task out in"], options: CoreSpaceOptions, context: Context) -> Merged:

@@ -38,7 +38,7 @@ def dare_ties_statistics(options: DareTiesOptions, experts: tuple[str, ...]) -> 
     touches="all",
     statistics=dare_ties_statistics,
     flops=lambda tasks, rows, columns: 40.0 * tasks * rows * columns,
-    float64_elements=lambda tasks, rows, columns: (tasks + 4.0) * rows * columns,
+    float64_elements=lambda tasks, rows, columns: (tasks + 2.0) * rows * columns,
 )
 def dare_ties(task_vectors: Float[Tensor, "task *shape"], options: DareTiesOptions, context: Context) -> Float[Tensor, "*shape"]:
     """Drop entries of each task vector at random, rescale the others, and merge what is left as TIES does.

@@ -65,7 +65,7 @@ def keep_probabilities(task_vector: Float[Tensor, "*shape"], keep: float, window
     touches="all",
     ordered=True,
     flops=lambda tasks, rows, columns: 40.0 * tasks * rows * columns,
-    float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 4.0) * rows * columns,
+    float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 2.5) * rows * columns,
 )
 def della(task_vectors: Float[Tensor, "task *shape"], options: DellaOptions, context: Context) -> Float[Tensor, "*shape"]:
     """Drop entries at random, small ones of each row more often, rescale the others, and average those of the elected sign.

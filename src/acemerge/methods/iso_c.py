@@ -24,7 +24,7 @@ class IsoCOptions(Options):
         directions_flops(rows, columns, min(rows, columns)) + 2.0 * (min(rows, columns) + tasks) * rows * columns
     ),
     float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
-        2.0 * rows * columns + directions_elements(rows, columns, min(rows, columns))
+        3.0 * rows * columns + directions_elements(rows, columns, min(rows, columns))
     ),
 )
 def iso_c(task_vectors: Float[Tensor, "task out in"], options: IsoCOptions) -> Merged:  # noqa: ARG001

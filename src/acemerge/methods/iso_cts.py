@@ -43,7 +43,10 @@ class IsoCtsOptions(Options):
         (tasks + 1) * directions_flops(rows, columns, round(0.8 * min(rows, columns))) + orthogonalised_flops(rows, columns)
     ),
     float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
-        2.0 * rows * columns + max(directions_elements(rows, columns, min(rows, columns)), orthogonalised_elements(rows, columns))
+        max(
+            3.0 * rows * columns + 2.0 * directions_elements(rows, columns, min(rows, columns)),
+            orthogonalised_elements(rows, columns),
+        )
     ),
 )
 def iso_cts(task_vectors: Float[Tensor, "task out in"], options: IsoCtsOptions) -> Merged:

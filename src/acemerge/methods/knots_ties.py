@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.dropping import Seed, drop
-from acemerge.linalg import directions_elements, directions_flops, leading_directions, with_fixed_signs
+from acemerge.linalg import directions_elements, directions_flops, fixed_signs, leading_directions
 from acemerge.methods.registry import Context, Merged, method
 from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
 
@@ -47,17 +47,20 @@ class Aligned:
 
 def align(task_vectors: Float[Tensor, "task out in"], options: KnotsTiesOptions, context: Context) -> Aligned:
     """[tau_1 ... tau_T] = U diag(s) [V_1 ... V_T]: the basis U, and Z_t = diag(s) V_t in the task vectors' precision."""
-    tasks, _, columns = task_vectors.shape
-    side_by_side = torch.cat([task_vector.double() for task_vector in task_vectors], 1)
-    directions = with_fixed_signs(leading_directions(side_by_side, min(side_by_side.shape)))
-    kept = directions.values > options.cut
+    tasks, rows, columns = task_vectors.shape
+    side_by_side = task_vectors.transpose(0, 1).reshape(rows, tasks * columns).double()
+    found = leading_directions(side_by_side, min(side_by_side.shape))
+    del side_by_side  # as large as everything else here
+    kept = found.values > options.cut
     kept[-1:] = True  # experts that are all tiny still have a leading direction
-    s, U, V = directions.values[kept], directions.left[:, kept], directions.right[:, kept]
-    basis, Vh = (U, V.T * s[:, None]) if options.spectrum == "before" else (U * s, V.T)
-    Z = Vh.to(task_vectors.dtype).reshape(-1, tasks, columns).transpose(0, 1)
+    U, s, V = found.left[:, kept], found.values[kept], found.right[:, kept]
+    del found
+    signs = fixed_signs(U)
+    before, after = (s, torch.ones_like(s)) if options.spectrum == "before" else (torch.ones_like(s), s)
+    Z = V.mul_(signs * before).to(task_vectors.dtype).T.reshape(-1, tasks, columns).transpose(0, 1)
     if options.drop:
         Z = torch.stack([drop(Z_t, 1 - options.drop, "inverse", context.generator(options.seed, t)) for t, Z_t in enumerate(Z)])
-    return Aligned(basis, Z, unique=not bool((s.diff() <= 1e-12 * s[-1:]).any()))
+    return Aligned(U * (signs * after), Z, unique=not bool((s.diff() <= 1e-12 * s[-1:]).any()))
 
 
 def oriented(task_vectors: Float[Tensor, "task out in"], options: KnotsTiesOptions) -> Float[Tensor, "task _ _"]:
@@ -77,7 +80,7 @@ def _statistics(options: KnotsTiesOptions, experts: tuple[str, ...]) -> TiesStat
     statistics=_statistics,
     flops=lambda tasks, rows, columns: 4.0 * directions_flops(rows, tasks * columns, min(rows, tasks * columns)),
     float64_elements=lambda tasks, rows, columns: (
-        (2.0 * tasks + 1) * rows * columns + directions_elements(rows, tasks * columns, min(rows, tasks * columns))
+        (2.0 * tasks + 3) * rows * columns + directions_elements(rows, tasks * columns, min(rows, tasks * columns))
     ),
 )
 def knots_ties(task_vectors: Float[Tensor, "task out in"], options: KnotsTiesOptions, context: Context) -> Merged:

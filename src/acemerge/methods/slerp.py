@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.linalg import row_blocks
+from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Context, Merged, Options, method
 
 PARALLEL = 1 - 1e-6  # |cos| beyond which the arc is a chord, within 1e-6 of it, and sin(theta) too small to divide by
@@ -33,7 +32,7 @@ class SlerpOptions(Options):
     experts=2,
     ordered=True,
     flops=lambda tasks, rows, columns: 6.0 * tasks * rows * columns,
-    float64_elements=lambda tasks, rows, columns: 1.5 * rows * columns,  # noqa: ARG005
+    float64_elements=lambda tasks, rows, columns: 2.0 * rows * columns,  # noqa: ARG005
 )
 def slerp(task_vectors: Float[Tensor, "task *shape"], options: SlerpOptions, context: Context) -> Merged:
     """Two experts' weights, interpolated along the arc between them: W = c_1 W_1 + c_2 W_2, on every floating-point tensor.
@@ -48,8 +47,7 @@ def slerp(task_vectors: Float[Tensor, "task *shape"], options: SlerpOptions, con
     cosine = cosine_between(task_vectors, context.base)
     first, second = coefficients(cosine, options.t)
     # W - W0 with W_t = W0 + tau_t; without a base W0 is taken for zero.
-    M = torch.zeros(task_vectors.shape[1:], dtype=torch.float64, device=task_vectors.device)
-    M.add_(task_vectors[0], alpha=first).add_(task_vectors[1], alpha=second)
+    M = weighted_sum(task_vectors, (first, second))
     if context.base is not None:
         M.add_(context.base.to(M.device), alpha=first + second - 1)
     return Merged(M, {"cosine": cosine, "path": "chord" if abs(cosine) > PARALLEL else "arc"})

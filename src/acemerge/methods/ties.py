@@ -11,7 +11,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import weighted_sum
+from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Context, Options, method
 from acemerge.thresholds import MagnitudeThresholds, count_of_share, kept_entries
 
@@ -80,15 +80,18 @@ def elect_and_merge(
     trimmed: Float[Tensor, "task *shape"], merge: str, majority_sign: int, weights: Sequence[float] | None = None
 ) -> Float[Tensor, "*shape"]:
     """Elect a sign per entry by the sum, then take the mean (or sum) of the entries that have it, weighted if asked."""
-    weights = weights or [1.0] * len(trimmed)
-    sums = weighted_sum(trimmed, weights)
-    positive = sums >= 0 if majority_sign > 0 else sums > 0  # an exact zero takes the majority's sign
-    total, share = torch.zeros_like(sums), torch.zeros_like(sums)
-    for u, weight in zip(trimmed, weights, strict=True):
+    entries = trimmed.reshape(len(trimmed), -1)
+    w = torch.tensor(weights or [1.0] * len(trimmed), dtype=torch.float64, device=trimmed.device)
+    merged = torch.empty(entries.shape[1], dtype=torch.float64, device=trimmed.device)
+    for block in row_blocks(len(merged), len(trimmed)):
+        u = entries[:, block].double()
+        # In float64, float32 entries that cancel do so exactly, whatever the experts' order.
+        sums = w @ u
+        positive = sums >= 0 if majority_sign > 0 else sums > 0  # an exact zero takes the majority's sign
         agreeing = torch.where(positive, u.clamp_min(0), u.clamp_max(0))
-        total.add_(agreeing, alpha=weight)
-        share.add_(agreeing != 0, alpha=weight)
-    return total.div_(share.masked_fill_(share == 0, 1)) if merge == "mean" else total
+        share = w @ (agreeing != 0).double()
+        merged[block] = w @ agreeing / (share.masked_fill(share == 0, 1) if merge == "mean" else 1)
+    return merged.reshape(trimmed.shape[1:])
 
 
 @method(
@@ -98,7 +101,7 @@ def elect_and_merge(
     touches="all",
     statistics=lambda options, experts: TiesStatistics(options),  # noqa: ARG005
     flops=lambda tasks, rows, columns: 10.0 * tasks * rows * columns,
-    float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 4.0) * rows * columns,
+    float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 2.5) * rows * columns,
 )
 def ties(task_vectors: Float[Tensor, "task *shape"], options: TiesOptions, context: Context) -> Float[Tensor, "*shape"]:
     """Trim each task vector to its largest entries, elect a sign per entry, and average the entries that agree with it.

@@ -28,9 +28,9 @@ def orthogonalised_flops(rows: int, columns: int) -> float:
 
 
 def orthogonalised_elements(rows: int, columns: int) -> float:
-    """float64 numbers held meanwhile: both stacks, both factors, a Gram matrix and its eigenvectors."""
+    """float64 numbers held meanwhile: all directions, one factor, the other's stack and what its polar factor takes, and M."""
     r = min(rows, columns)
-    return 2.0 * (rows + columns) * r + 2.0 * r * r + rows * columns
+    return (2.0 * rows + columns + 3.0 * max(rows, columns) + 3.0 * r) * r + rows * columns
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ def orthogonalise(directions: Sequence[LeadingDirections]) -> Orthogonalised:
         tasks * directions_flops(rows, columns, min(rows, columns) // tasks) + orthogonalised_flops(rows, columns)
     ),
     float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
-        rows * columns + max(directions_elements(rows, columns, min(rows, columns)), orthogonalised_elements(rows, columns))
+        max(
+            rows * columns + 2.0 * directions_elements(rows, columns, min(rows, columns)),
+            orthogonalised_elements(rows, columns),
+        )
     ),
 )
 def tsv_m(task_vectors: Float[Tensor, "task out in"], options: TsvMOptions) -> Merged:  # noqa: ARG001

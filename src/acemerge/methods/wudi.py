@@ -42,7 +42,7 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
     paper="Cheng et al., Whoever started the interference should end it, ICML 2025",
     rest="keep",
     flops=_flops,
-    float64_elements=lambda tasks, rows, columns: closed_form_elements(tasks, rows, columns) + 4.0 * rows * columns,
+    float64_elements=lambda tasks, rows, columns: closed_form_elements(tasks, rows, columns) + 2.0 * rows * columns,
 )
 def wudi(task_vectors: Float[Tensor, "task out in"], options: WudiOptions) -> Merged:
     """Minimise the interference sum_t |(M - tau_t) tau_t^T|^2 / |tau_t|^2, without data.
