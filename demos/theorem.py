@@ -2,14 +2,14 @@
 
     python demos/theorem.py
 
-A linear layer y = W x is trained by SGD on inputs whose second moment Sigma is known. Each step changes W by -lr r x^T, r being the
-residual. Where residuals are independent of the inputs, the cross terms of
+A linear layer y = W x is trained by SGD on inputs whose second moment Sigma is known. Each step changes W by -lr r x^T, with r
+the residual. Where residuals are independent of the inputs, the cross terms of
 
     D^T D = lr^2 sum_ij (r_i . r_j) x_i x_j^T,        D = W_trained - W0,
 
-vanish in expectation and D^T D is proportional to Sigma (Theorem 1 of the paper). The residual of a layer that still has something
-to learn depends on its input; D^T D then leans towards what is learnt, here a change of rank one, and the alignment is lost. So it
-is when training goes on until W moves back and forth: its own movement ties residuals to inputs.
+vanish in expectation and D^T D is proportional to Sigma (Theorem 1 of the paper). The residual of a layer that still has
+something to learn depends on its input; D^T D then leans towards what is learnt, here a change of rank one, and the alignment is
+lost. So it is when training goes on until W moves back and forth: its own movement ties residuals to inputs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ OUTPUTS, INPUTS, STEPS, RATE = 512, 32, 2000, 3e-5
 def second_moment(generator: torch.Generator) -> Tensor:
     """A covariance with a decaying spectrum in a random basis."""
     basis = torch.linalg.qr(torch.randn(INPUTS, INPUTS, generator=generator, dtype=torch.float64))[0]
-    return basis * (1.0 / torch.arange(1, INPUTS + 1, dtype=torch.float64)) @ basis.T
+    spectrum = 1 / torch.arange(1, INPUTS + 1, dtype=torch.float64)
+    return (basis * spectrum) @ basis.T
 
 
 def weight_change(sigma: Tensor, distance: float, rate: float, generator: torch.Generator) -> Tensor:
-    """D after one pass of SGD. The layer starts `distance` away from the solution, in one direction; targets carry noise of size 1."""
+    """D after one pass of SGD: the layer starts `distance` from the solution in one direction, targets carry noise of size 1."""
     root = torch.linalg.cholesky(sigma)
     solution = torch.randn(OUTPUTS, INPUTS, generator=generator, dtype=torch.float64)
     left, right = (torch.randn(size, generator=generator, dtype=torch.float64) for size in (OUTPUTS, INPUTS))
