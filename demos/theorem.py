@@ -22,7 +22,7 @@ OUTPUTS, INPUTS, STEPS, RATE = 512, 32, 2000, 3e-5
 
 def second_moment(generator: torch.Generator) -> Tensor:
     """A covariance with a decaying spectrum in a random basis."""
-    basis = torch.linalg.qr(torch.randn(INPUTS, INPUTS, generator=generator, dtype=torch.float64))[0]
+    basis: Tensor = torch.linalg.qr(torch.randn(INPUTS, INPUTS, generator=generator, dtype=torch.float64))[0]
     spectrum = 1 / torch.arange(1, INPUTS + 1, dtype=torch.float64)
     return (basis * spectrum) @ basis.T
 

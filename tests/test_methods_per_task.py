@@ -22,6 +22,7 @@ from torch import Tensor
 
 import acemerge
 import model_zoo as zoo
+from acemerge import task_models
 from acemerge.cli import main
 from acemerge.engine import local
 from acemerge.errors import InputError
@@ -511,6 +512,13 @@ def test_another_output_dtype(tmp_path: Path, method: str, dtype: str) -> None:
 def test_float64_models_keep_float64_parts(tmp_path: Path, method: str) -> None:
     models = write(tmp_path, dtype=torch.float64)
     check_tasks(models, models.merge("out", method), method)
+
+
+@every_method
+def test_reading_a_tensor_twice_gives_the_same(tmp_path: Path, method: str) -> None:
+    models = write(tmp_path, dtype=torch.float64)
+    model = task_models._open_task_model(models.merge("out", method), "e1")
+    assert model.read("layers.0.weight").clone().equal(model.read("layers.0.weight"))
 
 
 @every_method

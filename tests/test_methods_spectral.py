@@ -938,7 +938,8 @@ def test_core_space_takes_whole_model_statistics_of_the_cores(dtype: torch.dtype
     names = ["a.weight", "b.weight"]
     for i, expert in enumerate(tuned.values()):
         for name in names:
-            expert[name] = base[name] + (low_rank(1, *base[name].shape, 1, seed=10 * i)[0] / 8).to(dtype)
+            rows, cols = base[name].shape
+            expert[name] = base[name] + (low_rank(1, rows, cols, 1, seed=10 * i)[0] / 8).to(dtype)
     parts = [reference_core(deltas(base, tuned, name).double().numpy()) for name in names]
     merged_cores = reference_ties([cores for _, _, cores in parts], 0.2, "mean")
     merged = merge_state_dicts(base, tuned, method="core_space", inner="ties", alpha=1.0)

@@ -77,7 +77,7 @@ class TaskModel:
         if not part:
             return value
         shared = self.shared.of(name)
-        exact = value.double()
+        exact = value.to(torch.float64, copy=True)
         if "lost" in shared:
             exact += shared["lost"]
         if "left" in part:

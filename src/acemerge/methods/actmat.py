@@ -39,7 +39,7 @@ def closed_form_flops(tasks: int, rows: int, columns: int) -> float:
 
 
 def closed_form_elements(tasks: int, rows: int, columns: int) -> float:
-    """float64 numbers held: the system, its eigenvectors twice, the right-hand side, two products with it, and a block of rows."""
+    """float64 numbers held: the system, its eigenvectors twice, the right-hand side, two products with it, a block of rows."""
     m, n, side = rows, columns, min(columns, tasks * rows)
     stack = tasks * m * n if tasks * m < n else 0
     return 3.0 * side * side + stack + 3.0 * m * n + min(m * n, 2**20)
