@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -86,7 +87,6 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions) -> Merg
     system, and the leading singular directions of heterogeneous tensors are refined. No data, no training.
     """
     options = options.resolve({})
-    assert not isinstance(options.epsilon, str)
     energies = [sum_of_squares(D) for D in task_vectors]
     # An expert that did not change this tensor has no opinion on it.
     changed = [t for t, energy in enumerate(energies) if energy > 0]
@@ -95,41 +95,27 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions) -> Merg
     experts = Experts(task_vectors, changed, centre=True)
     energies = [energies[t] for t in changed]
 
-    # Step 1. Heterogeneity: the spread of the log energies.
-    gamma = heterogeneity(energies)
+    gamma = heterogeneity(energies)  # step 1
     heterogeneous = gamma > options.tau
-
-    # Step 3. Weights a_t and ridges e_t (an expert that centring removes, tr_t = 0, has no covariance to normalise by).
     traces = experts.traces()
-    normalise = heterogeneous and options.normalise
-    a = [1 / tr if normalise and tr > 0 else 1.0 for tr in traces]
-    e = [options.epsilon / tr if normalise and tr > 0 else options.epsilon for tr in traces]
+    a, e = covariance_weights(traces, options, heterogeneous)  # step 3
     ridge = math.fsum(e)
 
     # Step 2 with its weights: S = sum_t a_t S_t, and sum_t a_t C_t S_t.
     S, CS = experts.weighted_covariance(a)
-    if heterogeneous and options.refine:
-        R = residual(experts, a, S, CS, ridge)
+    R = residual(experts, a, S, CS, ridge) if heterogeneous and options.refine else None
+    kappa = 1 / statistics.fmean(energies) if heterogeneous else 1.0
     N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
-
-    # Steps 4 and 5. P = N (S + ridge I + 1 c^T)^-1; the prior is rank one (Sherman-Morrison).
-    c = S.row_sums() / N.shape[1]  # S is symmetric: its row sums are its column sums
-    if heterogeneous:
-        c /= statistics.fmean(energies)
-    divide = S.factorise(ridge)
-    P = divide(N)
-    if options.prior:
-        u = divide(c[None])[0]
-        P.addr_(P.sum(1), u, alpha=-1 / (1 + float(u.sum())))
-    del S, N, CS, divide  # the systems are as large as everything else here
+    P = closed_form(S, N, ridge, kappa if options.prior else 0.0)  # steps 4 and 5
+    del S, N, CS  # as large as everything else here
 
     facts = {
         "active_experts": len(changed),
-        "gamma": gamma,
+        "gamma": min(gamma, sys.float_info.max),
         "branch": "heterogeneous" if heterogeneous else "homogeneous",
         "ridge_share": ridge * P.shape[1] / (ridge * P.shape[1] + math.fsum(map(float.__mul__, a, traces))),
     }
-    if not (heterogeneous and options.refine):
+    if R is None:
         return Merged(P, facts)
 
     # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
@@ -138,6 +124,29 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions) -> Merg
     if len(leading.values):
         P.addmm_(leading.left, leading.right.T, alpha=float(leading.values.mean()))
     return Merged(P, {**facts, "refined_directions": len(leading.values)})
+
+
+def covariance_weights(traces: list[float], options: AceOptions, heterogeneous: bool) -> tuple[list[float], list[float]]:
+    """Step 3: a_t and e_t, so that Stilde_t = a_t S_t and Sreg_t = Stilde_t + e_t I.
+
+    An expert that centring removes (tr_t = 0: only its column means changed) has no covariance to normalise by.
+    """
+    assert not isinstance(options.epsilon, str)
+    scales = [1 / tr if heterogeneous and options.normalise and tr > 0 else 1.0 for tr in traces]
+    return scales, [options.epsilon * scale for scale in scales]
+
+
+def closed_form(S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float) -> Float[Tensor, "out in"]:
+    """Steps 4 and 5: P = N (S + ridge I + 1 c^T)^-1 with the prior c = kappa * (column means of S); S and N are used up.
+
+    The prior is rank one, so by Sherman-Morrison, with Z = N (S + ridge I)^-1 and u = (S + ridge I)^-1 c,
+    P = Z - (Z 1) u^T / (1 + sum u). The denominator is at least 1: the system is never singular.
+    """
+    c = S.row_sums() * (kappa / N.shape[1])  # S is symmetric: its row sums are its column sums
+    divide = S.factorise(ridge)
+    Z = divide(N)
+    u = divide(c[None])[0]
+    return Z.addr_(Z.sum(1), u, alpha=-1 / (1 + float(u.sum())))
 
 
 def heterogeneity(energies: list[float]) -> float:
