@@ -1,6 +1,6 @@
 """Peak memory of a merge against the promise: import footprint + (T + 6) x the largest tensor in float32.
 
-    python benchmarks/memory.py                       # 8 experts of GPT-2 medium's shapes, 1.4 GB each: needs 15 GB of disk
+    python benchmarks/memory.py                       # 8 experts of a deep GPT-2's shapes, 1 GB each: needs 11 GB of disk
     python benchmarks/memory.py --layers 2 --width 256 --vocabulary 8000
 
 The largest tensor is the vocabulary, which the gpt2 preset merges like every other matrix. Anonymous memory is what counts:
@@ -24,9 +24,9 @@ from pathlib import Path
 class Shapes:
     """A GPT-2 of any size."""
 
-    layers: int = 24
-    width: int = 1024
-    vocabulary: int = 50257
+    layers: int = 66
+    width: int = 512
+    vocabulary: int = 100_000
     experts: int = 8
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -7,4 +7,6 @@ for library in ("OMP", "OPENBLAS", "MKL"):
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-install_import_hook(["acemerge.linalg", "acemerge.covariance", "acemerge.methods", "acemerge.task_vectors", "acemerge.api"], "beartype.beartype")
+install_import_hook(
+    ["acemerge.linalg", "acemerge.covariance", "acemerge.methods", "acemerge.task_vectors", "acemerge.api"], "beartype.beartype"
+)
