@@ -15,7 +15,7 @@ from acemerge.checkpoint import from_state_dict
 from acemerge.errors import InputError
 from acemerge.methods import get_method
 from acemerge.pipeline import MergeResult, run_merge
-from acemerge.plan import build_plan
+from acemerge.planner import build_plan
 from acemerge.progress import SilentProgress
 from acemerge.recipe import Orientation, make_recipe
 from acemerge.statistics import gather_statistics

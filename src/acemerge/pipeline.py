@@ -17,7 +17,8 @@ from acemerge.checkpoint import open_checkpoint
 from acemerge.engine.local import LocalEngine
 from acemerge.errors import InputError, MergeError, PreflightError
 from acemerge.model_card import write_documents
-from acemerge.plan import Plan, build_plan
+from acemerge.plan import Plan
+from acemerge.planner import build_plan
 from acemerge.progress import show_progress
 from acemerge.recipe import Recipe
 from acemerge.source import Source, resolve_source

@@ -1,0 +1,242 @@
+"""Making the plan, from headers alone: every decision about every tensor, and every problem that headers show, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from acemerge.checkpoint import Checkpoint, TensorHeader
+from acemerge.errors import PreflightError
+from acemerge.families import (
+    BUFFERS,
+    align_names,
+    choose_family,
+    is_stored_in_out,
+    is_task_head,
+    matches,
+    may_be_added,
+)
+from acemerge.methods import Method, Options, get_method
+from acemerge.plan import Action, ExpertTensor, Plan, PlannedHead, PlannedTensor, per_task_methods
+from acemerge.recipe import Recipe, TensorRule
+from acemerge.tied import tied_names
+
+
+def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], config: Mapping[str, Any]) -> Plan:
+    """Decide everything, or raise PreflightError with every problem found."""
+    return _Planner(recipe, base, tuple(experts), config).plan()
+
+
+class _Planner:
+    """Collects decisions and problems side by side, so that the user sees all problems at once."""
+
+    def __init__(self, recipe: Recipe, base: Checkpoint, experts: tuple[Checkpoint, ...], config: Mapping[str, Any]) -> None:
+        self.recipe, self.base, self.experts, self.config = recipe, base, experts, config
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.family = choose_family(recipe.preset, config, base.tensors)
+        self.method = get_method(recipe.method)
+        self.options = self.method.options(recipe.options).resolve(config)
+        self.omitted = tied_names(base, config)
+        # expert index -> {name in the base: name in the expert}
+        self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
+        self.used_rules: set[int] = set()
+
+    def plan(self) -> Plan:
+        self._check_models()
+        tensors = tuple(self._decide(name) for name in self.base.tensors if name not in self.omitted)
+        heads = self._plan_heads(tensors)
+        self._report_missing(tensors)
+        self._say_one_model_per_task(tensors)
+        for index, rule in enumerate(self.recipe.tensors):
+            if index not in self.used_rules:
+                self.problems.append(f"recipe: the pattern '{rule.match}' matches no tensor of the base; see `acemerge plan`")
+        if self.problems:
+            raise PreflightError(self.problems)
+        return Plan(
+            self.recipe, self.method, self.options, self.base, self.experts, self.family, tensors, heads, self.omitted,
+            tuple(self.notes),
+        )  # fmt: skip
+
+    # -- whole models
+
+    def _check_models(self) -> None:
+        models = (self.base, *self.experts)
+        for one, other in combinations(models, 2):
+            if one.files and other.files and all(a.samefile(b) for a, b in zip(one.files, other.files, strict=False)):
+                self.problems.append(f"{one.where} and {other.where} are the same files; give each model once")
+        for model in models:
+            if "quantization_config" in model.config:
+                self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
+        wanted = self.method.experts
+        if wanted is not None and wanted != len(self.experts):
+            self.problems.append(f"method '{self.method.name}' takes exactly {wanted} experts, {len(self.experts)} were given")
+        for expert in self.experts:
+            theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
+            if theirs and ours and theirs != ours:
+                self.notes.append(f"expert '{expert.name}' has model_type '{theirs}', the base has '{ours}'")
+
+    # -- one tensor of the base
+
+    def _decide(self, name: str) -> PlannedTensor:
+        header = self.base.tensors[name]
+        dtype = self.recipe.dtype if self.recipe.dtype and header.is_mergeable else header.dtype
+
+        def without_method(action: Action, reason: str) -> PlannedTensor:
+            return PlannedTensor(name, header, action, reason, dtype)
+
+        if header.dtype.startswith("float8"):
+            self.problems.append(f"tensor '{name}' of {self.base.where} is stored as {header.dtype}; give an unquantised model")
+        if not header.is_mergeable:
+            return without_method("copied", f"{header.dtype} values are not weights")
+        if matches(name, (*BUFFERS, *self.family.buffers)):
+            return without_method("copied", "a constant, not a weight")
+        rule = self._rule_for(name)
+        if rule is not None and rule.do == "head":
+            return without_method("kept", f"rule '{rule.match}': a task head; each expert's own is in heads/")
+        if rule is not None and rule.do == "keep":
+            return without_method("kept", f"rule '{rule.match}'")
+        if rule is None and is_task_head(name):
+            return without_method("kept", "a task head; each expert's own is in heads/")
+        sources = self._sources(name)
+        if not sources:
+            return without_method("kept", "no expert has it")
+        action, reason = self._fate(name, header, rule)
+        if action == "kept":
+            return without_method("kept", reason)
+        self._check_shapes(name, header, sources)
+        method, options = self._method_for(rule)
+        if action == "averaged":
+            method, options = get_method("average"), get_method("average").options({"alpha": options.alpha})
+        is_matrix = len(header.shape) == 2
+        transposed = (
+            self.recipe.orientation == "canonical" and is_matrix and is_stored_in_out(name, self.family, self.base.tensors)
+        )
+        return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources)
+
+    def _rule_for(self, name: str) -> TensorRule | None:
+        for index, rule in enumerate(self.recipe.tensors):
+            if matches(name, [rule.match]):
+                self.used_rules.add(index)
+                return rule
+        return None
+
+    def _method_for(self, rule: TensorRule | None) -> tuple[Method, Options]:
+        if rule is None or (rule.method is None and not rule.options):
+            return self.method, self.options
+        method = get_method(rule.method or self.recipe.method)
+        inherited = self.recipe.options if method is self.method else {}
+        return method, method.options({**inherited, **rule.options}).resolve(self.config)
+
+    def _fate(self, name: str, header: TensorHeader, rule: TensorRule | None) -> tuple[Action, str]:
+        """Merged, averaged or kept, for a weight that at least one expert has."""
+        method, _ = self._method_for(rule)
+        asked = f"rule '{rule.match}'" if rule else ""
+        if rule is not None and rule.do == "average":
+            return "averaged", asked
+        if method.touches == "all":
+            return "merged", asked
+        if rule is None and matches(name, self.family.kept):
+            return "kept", f"preset '{self.family.name}' leaves it at the base"
+        rest: Action = "averaged" if method.rest == "average" else "kept"
+        if len(header.shape) != 2:
+            return rest, f"{len(header.shape)}-D, not a matrix"
+        if min(header.shape) <= 1:
+            return rest, "a matrix with one row or column is a vector"
+        if rule is None and matches(name, self.family.averaged):
+            return rest, f"preset '{self.family.name}' does not take it for a linear map"
+        return "merged", asked
+
+    def _sources(self, name: str) -> tuple[ExpertTensor, ...]:
+        found = ((index, names.get(name)) for index, names in enumerate(self.names))
+        return tuple(ExpertTensor(index, own_name) for index, own_name in found if own_name is not None)
+
+    def _check_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
+        for source in sources:
+            expert = self.experts[source.expert]
+            theirs = expert.tensors[source.name]
+            if theirs.shape != header.shape:
+                self.problems.append(
+                    f"tensor '{name}': shape {list(header.shape)} in base {self.base.where}, {list(theirs.shape)} in expert "
+                    f"{expert.where}; give fine-tunes of this base, or a recipe rule {{match: '{name}', do: keep}} (or do: head)"
+                )
+            elif not theirs.is_mergeable:
+                self.problems.append(
+                    f"tensor '{name}': {header.dtype} in base {self.base.where}, {theirs.dtype} in expert {expert.where}; "
+                    "give the expert's unquantised weights"
+                )
+
+    # -- what experts lack or add
+
+    def _report_missing(self, tensors: Sequence[PlannedTensor]) -> None:
+        for index, expert in enumerate(self.experts):
+            lacking = [t.name for t in tensors if t.method and all(source.expert != index for source in t.experts)]
+            if not lacking:
+                continue
+            listing = _some(lacking)
+            if self.recipe.missing == "skip":
+                self.notes.append(f"expert '{expert.name}' lacks {listing}: left out of those tensors' merges")
+            else:
+                self.problems.append(
+                    f"expert {expert.where} lacks {listing}, which other experts have; complete its files, or pass "
+                    "--missing skip to merge those tensors from the experts that have them"
+                )
+        unmatched = [tensor.name for tensor in tensors if tensor.reason == "no expert has it"]
+        if unmatched:
+            self.notes.append(f"no expert has {_some(unmatched)}: kept at the base")
+        if not any(tensor.method for tensor in tensors) and not self.problems:
+            self.problems.append(
+                f"base {self.base.where} and the experts have no weights in common to merge; are these fine-tunes of this base?"
+            )
+
+    def _say_one_model_per_task(self, tensors: Sequence[PlannedTensor]) -> None:
+        for name in per_task_methods(tensors):
+            self.notes.append(
+                f"method '{name}' makes one model per task, not one merged model: the output's own weights are only what the "
+                "tasks share; `acemerge task OUT EXPERT -o DIR` makes an expert's model"
+            )
+
+    def _plan_heads(self, tensors: Sequence[PlannedTensor]) -> tuple[PlannedHead, ...]:
+        planned = {tensor.name: tensor for tensor in tensors}
+        heads = []
+        for index, names in enumerate(self.names):
+            expert = self.experts[index]
+            own = [theirs for ours, theirs in names.items() if self._belongs_to_head(ours, theirs, planned, expert)]
+            if own:
+                backbone = {theirs: ours for ours, theirs in names.items() if ours in planned and theirs not in own}
+                heads.append(PlannedHead(index, tuple(own), backbone))
+        return tuple(heads)
+
+    def _belongs_to_head(self, ours: str, theirs: str, planned: Mapping[str, PlannedTensor], expert: Checkpoint) -> bool:
+        """Whether an expert's tensor is its own; reports it when it has no place in the output at all."""
+        if ours in planned:
+            return planned[ours].action == "kept" and "a task head" in planned[ours].reason
+        known_elsewhere = ours in self.omitted or matches(theirs, (*BUFFERS, *self.family.buffers))
+        if known_elsewhere or not expert.tensors[theirs].is_mergeable or self._is_tied_in(expert, theirs):
+            return False
+        rule = self._rule_for(ours) or self._rule_for(theirs)
+        if may_be_added(theirs) or (rule is not None and rule.do == "head"):
+            return True
+        self.problems.append(
+            f"tensor '{theirs}' {list(expert.tensors[theirs].shape)} of expert {expert.where} is not in base {self.base.where}; "
+            f"give the base it was fine-tuned from, or a recipe rule {{match: '{theirs}', do: head}} to keep it as its own"
+        )
+        return False
+
+    def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:
+        return name in tied_names(expert, expert.config)
+
+
+def _invert(aligned: Mapping[str, str], expert: str) -> dict[str, str]:
+    inverted: dict[str, str] = {}
+    for theirs, ours in aligned.items():
+        if ours in inverted:
+            raise PreflightError([f"expert '{expert}': tensors '{inverted[ours]}' and '{theirs}' both stand for '{ours}'"])
+        inverted[ours] = theirs
+    return inverted
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return f"{shown} and {len(names) - 3} more tensors" if len(names) > 3 else shown
