@@ -72,7 +72,7 @@ def make_models(shapes: Shapes, folder: Path) -> None:
         target = folder / ("base" if index == 0 else f"expert-{index}")
         target.mkdir(parents=True)
         (target / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-        strength = 0.0 if index == 0 else 2e-4 * 1.6**index
+        strength = 0.0 if index == 0 else 5e-5 * 1.6**index
         model = {n: w + torch.randn(w.shape, generator=generator) * strength for n, w in base.items()}
         save_file(model, target / "model.safetensors", metadata={"format": "pt"})
 

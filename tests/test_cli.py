@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
 from acemerge.cli import main
-from small_models import Models, write_models
+from small_models import Models, fine_tuned, write_model, write_models
 
 
 @pytest.fixture
@@ -116,6 +117,16 @@ def test_verbose_and_quiet(acemerge: Command, models: Models, tmp_path: Path) ->
     assert "gamma" in out
     code, out, err = acemerge("merge", *models.arguments, "-o", tmp_path / "b", "-q", "--threads", "1")
     assert (code, out, err) == (0, "", "")
+
+
+def test_warnings_are_shown_but_do_not_flood(acemerge: Command, tmp_path: Path) -> None:
+    base = {f"layers.{i}.weight": torch.zeros(8, 8) for i in range(6)}
+    write_model(tmp_path / "base", base)
+    experts = [write_model(tmp_path / f"e{i}", fine_tuned(base, i, strength=1e-4 * 3.0**i)) for i in range(4)]
+    code, out, _ = acemerge("merge", tmp_path / "base", *experts, "-o", tmp_path / "out", "-s", "epsilon=1", "-s", "tau=0")
+    assert code == 0
+    assert out.count("x the largest task vector") == 3
+    assert "and 3 more warnings, in acemerge_manifest.json" in out
 
 
 def test_sharded_output(acemerge: Command, models: Models, tmp_path: Path) -> None:

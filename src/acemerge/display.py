@@ -79,8 +79,17 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     branches = [record["branch"] for record in result.tensors if "branch" in record]
     if branches:
         console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
+    _print_warnings([warning for record in result.tensors for warning in record["warnings"]], console)
     size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
     console.print(f"wrote {result.output} ({human_bytes(size)})")
+
+
+def _print_warnings(warnings: Sequence[str], console: Console, shown: int = 3) -> None:
+    """The first few; a cause common to many tensors would fill the screen."""
+    for warning in warnings[:shown]:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    if len(warnings) > shown:
+        console.print(f"and {len(warnings) - shown} more warnings, in acemerge_manifest.json", style="yellow")
 
 
 def _figure(record: Any, name: str) -> str:

@@ -21,25 +21,15 @@ class Progress(Protocol):
     def say(self, message: str) -> None:
         """A new phase begins."""
 
-    def warn(self, message: str) -> None:
-        """Something the user should know."""
-
 
 class SilentProgress:
-    """Keeps the warnings, shows nothing."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
+    """Shows nothing."""
 
     def advance(self, tensor: PlannedTensor) -> None:
         """Nothing to show."""
 
     def say(self, message: str) -> None:
         """Nothing to show."""
-
-    def warn(self, message: str) -> None:
-        """Kept for the caller."""
-        self.warnings.append(message)
 
 
 class PlainProgress:
@@ -75,10 +65,6 @@ class PlainProgress:
         """On its own line."""
         print(message, file=sys.stderr, flush=True)
 
-    def warn(self, message: str) -> None:
-        """On its own line."""
-        print(f"warning: {message}", file=sys.stderr, flush=True)
-
 
 class LiveProgress:
     """A bar with tensors, bytes, rate and time left."""
@@ -103,10 +89,6 @@ class LiveProgress:
     def say(self, message: str) -> None:
         """Above the bar."""
         self.bar.console.print(message, highlight=False, markup=False)
-
-    def warn(self, message: str) -> None:
-        """Above the bar."""
-        self.bar.console.print(f"warning: {message}", style="yellow", highlight=False, markup=False)
 
 
 @contextmanager

@@ -164,8 +164,8 @@ def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact], given: Sequence
     ratio = facts.get("norm_ratio", 0.0)
     if isinstance(ratio, float) and ratio > LARGE_MERGE:
         found.append(
-            f"the merged change is {ratio:.1f}x the largest task vector; the method's regulariser may be far larger than these "
-            "task vectors (see epsilon), or its scale too large (see alpha)"
+            f"the merged change is {ratio:.1f}x the largest task vector; try a smaller alpha or, with ACE, another epsilon: "
+            "larger where the regulariser's share of the system (ridge_share) is near 0, smaller where it is near 1"
         )
     return tuple(f"tensor '{planned.name}': {warning}" for warning in found)
 

@@ -50,8 +50,6 @@ class LocalEngine:
                 records.append({**tensor_record(tensor, shard, self.plan.experts), **facts})
                 parts.add(tensor.name, merged.shared, merged.parts)
                 yield merged.value
-                for warning in merged.warnings:
-                    self.progress.warn(warning)
                 self.progress.advance(tensor)
 
         headers = [(tensor.name, replace(tensor.header, dtype=tensor.output_dtype)) for tensor in ordered]
