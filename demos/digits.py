@@ -25,7 +25,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -368,8 +371,10 @@ def as_cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 def print_table(rows: list[Row]) -> None:
     """The table for a terminal."""
     header, lines = as_cells(rows)
-    table = Table(box=SIMPLE, title=f"Right answers in percent, {TEST_IMAGES} test pictures", title_justify="left")
-    table.add_column(header[0])
+    table = Table(
+        box=SIMPLE, title=f"Right answers in percent, {TEST_IMAGES} test pictures", title_justify="left", padding=(0, 1, 0, 0)
+    )
+    table.add_column(header[0], no_wrap=True)
     for title in header[1:]:
         table.add_column(title, justify="right")
     for line in lines:
@@ -379,17 +384,19 @@ def print_table(rows: list[Row]) -> None:
 
 LEGEND = (
     "base: the base under each expert's head. experts: each on its own task, five models. The other rows: one merged backbone\n"
-    "under each expert's head. of experts: the mean share of an expert's accuracy that the row keeps. Here all experts see\n"
-    "the same pictures; with --own-pictures averaging loses more and ACE gains more."
+    "under each expert's head. of experts: the mean share of an expert's accuracy that the row keeps. All experts see the\n"
+    "same pictures, unless --own-pictures is given."
 )
 
 
 def command_lines(folders: Folders) -> dict[str, str]:
     """What to type to do the same by hand."""
+    beside_python = Path(sys.executable).with_name("acemerge")
+    program = "acemerge" if shutil.which("acemerge") else os.path.relpath(beside_python)
     models = [str(folders.base), *map(str, folders.experts)]
-    merge = ["acemerge", "merge", *models, "-o", str(folders.root / "merged-ace-again")]
+    merge = [program, "merge", *models, "-o", str(folders.root / "merged-ace-again")]
     name = TASKS[0].name
-    task = ["acemerge", "task", str(folders.merged("ace")), name, "-o", str(folders.root / f"{name}-from-merged")]
+    task = [program, "task", str(folders.merged("ace")), name, "-o", str(folders.root / f"{name}-from-merged")]
     return {"Repeat the merge": shlex.join(merge), "Export the model for one task": shlex.join(task)}
 
 
