@@ -419,7 +419,7 @@ def test_fr_frozen_experts() -> None:
 
 
 def test_fr_cuts_by_shape() -> None:
-    """What the docs say of it; the shares were also measured on these shapes by METHODS.md."""
+    """What the docs say of it."""
     cut = {s: 1 - high_pass(*s, 0.7 * 768, torch.device("cpu")).kept for s in [(768, 768), (2304, 768), (3072, 768)]}
     assert round(cut[768, 768], 4) == 0.0002
     assert round(cut[2304, 768], 2) == 0.58

@@ -943,25 +943,6 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
-def page(name: str) -> str:
-    return (Path(__file__).parents[1] / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_every_page_lists_every_option(name: str) -> None:
-    for option in get_method(name).describe_options():
-        assert f"| `{option.name}` | {option.default} | {option.allowed} | {option.meaning} |" in page(name)
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_every_pages_example_gives_what_it_says(name: str) -> None:
-    lines = page(name).split("```python\n")[1].split("\n```")[0].splitlines()
-    expression, expected = lines[-1].split("  # ")
-    scope: dict[str, Any] = {}
-    exec("\n".join(lines[:-1]), scope)
-    assert repr(eval(expression, scope)) == expected
-
-
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_homogeneous(name: str) -> None:
     tau = random_tasks(2, 20, 30)

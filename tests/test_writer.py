@@ -196,3 +196,15 @@ def test_every_tensor_is_accounted_for(models: Models, tmp_path: Path) -> None:
     assert (
         manifest["outputs"]["model.safetensors"] == hashlib.sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest()
     )
+
+
+@pytest.mark.parametrize("method", ["dare_task_arithmetic", "dare_ties", "della"])
+def test_random_methods_do_not_depend_on_shards_threads_or_order(models: Models, tmp_path: Path, method: str) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "one", method=method, seed=3)
+    turned = models.experts[::-1]
+    acemerge.merge(models.base, turned, tmp_path / "many", method=method, seed=3, shard_size="1kB", threads=2)
+    one = load_file(tmp_path / "one/model.safetensors")
+    many = {k: v for path in (tmp_path / "many").glob("*.safetensors") for k, v in load_file(path).items()}
+    assert one.keys() == many.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(many[name], weight, rtol=0, atol=1e-6)
