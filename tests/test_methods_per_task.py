@@ -27,8 +27,7 @@ from acemerge.cli import main
 from acemerge.engine import local
 from acemerge.errors import InputError
 from acemerge.methods import Context, Merged, get_method
-from acemerge.plan import Plan, PlannedTensor
-from acemerge.task_vectors import MergedTensor, merge_tensor
+from interruption import stop_at
 from small_models import base_tensors, fine_tuned, write_model
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -575,20 +574,10 @@ def test_files_of_parts_are_aligned(tmp_path: Path) -> None:
 # --- interrupted and damaged -------------------------------------------------------------------------------------------
 
 
-def interrupt_at(name: str, calls: list[str]) -> Callable[[Plan, PlannedTensor, torch.device, object], MergedTensor]:
-    def interrupted(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
-        calls.append(planned.name)
-        if planned.name == name:
-            raise KeyboardInterrupt
-        return merge_tensor(plan, planned, device, statistics)
-
-    return interrupted
-
-
 def interrupt(models: Models, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     with monkeypatch.context() as patched:
-        patched.setattr(local, "merge_tensor", interrupt_at("layers.1.weight", calls))
+        patched.setattr(local, "merge_tensor", stop_at("layers.1.weight", calls))
         with pytest.raises(KeyboardInterrupt):
             models.merge("out", method, shard_size="1kB")
     assert any((models.root / "out.partial/tasks/e0").iterdir())
@@ -601,7 +590,7 @@ def test_a_resumed_merge_keeps_its_parts(tmp_path: Path, monkeypatch: pytest.Mon
     whole = models.merge("whole", method, shard_size="1kB")
     done = interrupt(models, method, monkeypatch)
     calls: list[str] = []
-    monkeypatch.setattr(local, "merge_tensor", interrupt_at("", calls))
+    monkeypatch.setattr(local, "merge_tensor", stop_at("", calls))
     output = models.merge("out", method, shard_size="1kB")
     assert done[0] not in calls
     assert zoo.file_hashes(output) == zoo.file_hashes(whole)

@@ -19,9 +19,8 @@ import acemerge
 from acemerge.checkpoint import TensorHeader
 from acemerge.engine import local
 from acemerge.errors import InputError
-from acemerge.plan import Plan, PlannedTensor
-from acemerge.task_vectors import MergedTensor, merge_tensor
 from acemerge.writer import staged_output, write_safetensors
+from interruption import stop_at
 from small_models import Models, write_models
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "bool"]
@@ -51,18 +50,6 @@ def test_streamed_files_load_like_the_librarys_own(
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def stop_at(name: str, calls: list[str]) -> object:
-    """A merge_tensor that counts its calls and is interrupted at one tensor."""
-
-    def interrupted(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
-        calls.append(planned.name)
-        if planned.name == name:
-            raise KeyboardInterrupt
-        return merge_tensor(plan, planned, device, statistics)
-
-    return interrupted
 
 
 def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.linalg import row_blocks
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Alpha, Merged, Options, method
 from acemerge.thresholds import count_of_share
 
 
@@ -25,7 +25,7 @@ class BreadcrumbsOptions(Options):
         Literal["row", "tensor"],
         Field(description="shares of each row along the last axis (official code), or of the whole tensor (paper)"),
     ] = "row"
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.4
+    alpha: Alpha = 0.4
 
 
 def breadcrumbs_of(rows: Float[Tensor, "rows n"], removed: int, kept: int) -> Float[Tensor, "rows n"]:

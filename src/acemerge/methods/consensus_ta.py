@@ -10,7 +10,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.methods.registry import Context, Merged, method
+from acemerge.methods.registry import Alpha, Context, Merged, method
 from acemerge.methods.tall_mask import TallMaskOptions, multi_task_vector, tall_masks, ties_statistics
 
 
@@ -19,7 +19,7 @@ class ConsensusOptions(TallMaskOptions):
     """The paper chooses mask_lambda and alpha on validation data; these are fixed values for use without any."""
 
     k: Annotated[int, Field(ge=0, description="tasks that must need an entry for it to stay; 0 is task arithmetic")] = 2
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.3
+    alpha: Alpha = 0.3
 
 
 @method(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acemerge.errors import InputError
 from acemerge.linalg import directions_flops, fixed_signs, leading_directions
-from acemerge.methods.registry import Context, Merged, Method, Options, Statistics, get_method, method
+from acemerge.methods.registry import Alpha, Context, Merged, Method, Options, Statistics, get_method, method
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class CoreSpaceOptions(Options):
     inner: Annotated[
         str, Field(description="the method that merges the cores, with its own default options; its alpha is not used")
     ] = "tsv_m"
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.2
+    alpha: Alpha = 0.2
 
     def resolve(self, config: Mapping[str, Any]) -> CoreSpaceOptions:  # noqa: ARG002
         """These options, if a core can be merged that way."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.dropping import Rescale, Seed, drop
-from acemerge.methods.registry import Context, Options, method
+from acemerge.methods.registry import Alpha, Context, Options, method
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DareOptions(Options):
 class DareTaskArithmeticOptions(DareOptions):
     """The scale is task arithmetic's: drop=0 is task arithmetic."""
 
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.3
+    alpha: Alpha = 0.3
 
 
 def dare(task_vector: Float[Tensor, "*shape"], options: DareOptions, context: Context, task: int) -> Float[Tensor, "*shape"]:

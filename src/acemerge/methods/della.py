@@ -14,7 +14,7 @@ from acemerge.dropping import Rescale, Seed, drop
 from acemerge.errors import InputError
 from acemerge.expert_weights import NonNegativeWeights, weight_each
 from acemerge.linalg import row_blocks, weighted_sum
-from acemerge.methods.registry import Context, Options, method
+from acemerge.methods.registry import Alpha, Context, Options, method
 from acemerge.methods.ties import elect_and_merge
 
 
@@ -32,7 +32,7 @@ class DellaOptions(Options):
     ] = True
     weights: NonNegativeWeights = "equal"
     seed: Seed = 0
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 1.1
+    alpha: Alpha = 1.1
 
     def __post_init__(self) -> None:
         smallest, largest = 1 - self.drop - self.window / 2, 1 - self.drop + self.window / 2

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.linalg import weighted_sum
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Alpha, Merged, Options, method
 
 _ROUNDING = 1e-12
 """Of a float64 transform, relative: what is below it is nothing."""
@@ -28,7 +28,7 @@ class FrOptions(Options):
         Literal["min", "max"], Field(description="of the matrix: its shorter side (ViT, LLM) or its longer one (RoBERTa)")
     ] = "min"
     align: Annotated[bool, Field(description="bring every filtered task vector to the largest one's mean magnitude")] = True
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.7
+    alpha: Alpha = 0.7
 
 
 @dataclass(frozen=True)

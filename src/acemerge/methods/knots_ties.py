@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acemerge.dropping import Seed, drop
 from acemerge.linalg import directions_elements, directions_flops, fixed_signs, leading_directions
-from acemerge.methods.registry import Context, Merged, method
+from acemerge.methods.registry import Alpha, Context, Merged, method
 from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
 
 
@@ -32,7 +32,7 @@ class KnotsTiesOptions(TiesOptions):
         float, Field(ge=0, lt=1, description="share of coordinates dropped at random before TIES, the others rescaled (DARE)")
     ] = 0.0
     seed: Seed = 0
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.6
+    alpha: Alpha = 0.6
 
 
 @dataclass(frozen=True)

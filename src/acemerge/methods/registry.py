@@ -36,11 +36,14 @@ ENTRY_POINT_GROUP = "acemerge.methods"
 Fact = float | int | str | bool
 
 
+Alpha = Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")]
+
+
 @dataclass(frozen=True)
 class Options:
     """What every method has. A method's own options inherit from this and may change the default."""
 
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 1.0
+    alpha: Alpha = 1.0
 
     def resolve(self, config: Mapping[str, Any]) -> Options:  # noqa: ARG002
         """These options with every value that depends on the base model's config made explicit."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
-from acemerge.methods.registry import Options, method
+from acemerge.methods.registry import Alpha, Options, method
 
 
 @dataclass(frozen=True)
 class TaskArithmeticOptions(Options):
     """The scale that most comparisons use where no validation data chooses one."""
 
-    alpha: Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")] = 0.3
+    alpha: Alpha = 0.3
 
 
 @method(
