@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from acemerge.cli import main
-from small_models import Models, fine_tuned, write_model, write_models
+from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
 
 @pytest.fixture
@@ -150,6 +150,11 @@ def test_sharded_output(acemerge: Command, models: Models, tmp_path: Path) -> No
         (["-s", "k_frac=2"], "k_frac=2 is not allowed: it must be a number >= 0 and <= 1"),
         (["-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),
         (["-s", "epsilon"], "write it as KEY=VALUE"),
+        (["-s", "epsilon=true"], "epsilon=True is not allowed"),
+        (["-s", "alpha=1:30"], "alpha='1:30' is not allowed: it must be a number"),
+        (["-s", "epsilon=[1"], "epsilon='[1' is not allowed"),
+        (["-m", "linear", "-s", "weights=0.7"], "are 1 numbers for 3 experts"),
+        (["--device", "meta"], "--device meta: not available here"),
         (["-s", "orientation=stored"], "use --orientation"),
         (["--orientation", "sideways"], "orientation"),
         (["--dtype", "int4"], "dtype"),
@@ -175,10 +180,58 @@ def test_unknown_recipe_field(acemerge: Command, models: Models, tmp_path: Path)
     assert "there is no field 'metod': did you mean 'method'?" in err
 
 
+@pytest.mark.parametrize(
+    ("recipe", "complaint"),
+    [
+        ("base: base\nexperts: [expert-0]\noptions: epsilon\n", "options: write them as a mapping"),
+        ("base: base\nexperts: [expert-0]\ntensors: [{mtach: '*'}]\n", "did you mean 'match'?"),
+        ("base: base\nexperts: [{model: expert-0, name: ..}]\n", "experts.0.name"),
+        ("base: base\nexperts: [{model: expert-0, name: a}, {model: expert-1, name: a}]\n", "two experts have the same name"),
+        ("base: base\nexperts: []\n", "give at least one expert"),
+        ("", "a recipe is a mapping"),
+    ],
+)
+def test_bad_recipes_are_explained(acemerge: Command, models: Models, tmp_path: Path, recipe: str, complaint: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    code, _, err = acemerge("merge", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
+    assert code == 2
+    assert complaint in err
+    assert "Traceback" not in err
+
+
+def test_a_rule_with_options_only_leaves_the_fate_to_the_preset(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    rule = "tensors: [{match: '*', options: {epsilon: 0.5}}]"
+    (tmp_path / "recipe.yaml").write_text(f"base: base\nexperts: [expert-0]\npreset: bert\n{rule}\n")
+    plan = json.loads(acemerge("plan", tmp_path / "recipe.yaml", "--json")[1])
+    fates = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    assert fates["layers.0.bias"]["action"] == "kept"
+    assert fates["layers.0.weight"]["options"]["epsilon"] == 0.5
+
+
 def test_one_model_is_not_enough(acemerge: Command, models: Models, tmp_path: Path) -> None:
     code, _, err = acemerge("merge", models.base, "-o", tmp_path / "out")
     assert code == 2
-    assert "at least one expert" in err
+    assert "give a base and at least one expert" in err
+
+
+def test_a_reader_that_leaves_early_is_no_failure(models: Models) -> None:
+    command = f"{sys.executable} -m acemerge plan {' '.join(models.arguments)} --json | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    code, _, err = acemerge("merge", *models.arguments, "-o", tmp_path / "out", "-m", "nope", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+
+
+def test_a_larger_vocabulary_is_noted(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    larger = base_tensors() | {"embed_tokens.weight": torch.zeros(25, 8)}
+    write_model(tmp_path / "larger", larger)
+    write_model(tmp_path / "smaller", base_tensors() | {"embed_tokens.weight": torch.zeros(20, 8)})
+    _, out, _ = acemerge("plan", tmp_path / "smaller", tmp_path / "larger", "--preset", "llm")
+    assert "'embed_tokens.weight' is [25, 8] in expert 'larger', [20, 8] in the base" in out
 
 
 def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:

@@ -224,6 +224,20 @@ def test_exporting_from_shards_in_another_dtype(get_merge: Callable[[str], Merge
     loaded = acemerge.load_expert_head(tmp_path / "out", "green")
     assert_equal_tensors(exported.state_dict(), loaded.state_dict())
     assert torch.equal(logits(exported), logits(loaded))
+    assert {tensor.dtype for tensor in read_tensors(tmp_path / "task").values()} == {torch.bfloat16}
+    assert exported.dtype == torch.bfloat16
+
+
+def test_a_merge_is_never_replaced_by_an_export(get_merge: Callable[[str], Merge], tmp_path: Path) -> None:
+    models = get_merge("bert").models
+    for name in ("out", "other"):
+        acemerge.merge(models.base, models.experts, tmp_path / name)
+    with pytest.raises(acemerge.InputError, match="is, holds or lies in"):
+        acemerge.export_expert(tmp_path / "out", "red", tmp_path / "out", overwrite=True)
+    with pytest.raises(acemerge.InputError, match="is a merge, not an earlier export"):
+        acemerge.export_expert(tmp_path / "out", "red", tmp_path / "other", overwrite=True)
+    for _ in range(2):
+        acemerge.export_expert(tmp_path / "out", "red", tmp_path / "task", overwrite=True)
 
 
 def test_exporting_twice_gives_the_same_bytes(get_merge: Callable[[str], Merge], tmp_path: Path) -> None:

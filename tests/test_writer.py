@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,7 +20,9 @@ import acemerge
 from acemerge.checkpoint import TensorHeader
 from acemerge.engine import local
 from acemerge.errors import InputError
-from acemerge.writer import staged_output, write_safetensors
+from acemerge.pipeline import run_merge
+from acemerge.recipe import make_recipe
+from acemerge.writer import check_space, staged_output, write_safetensors
 from interruption import stop_at
 from small_models import Models, write_models
 
@@ -127,7 +130,7 @@ def test_overwrite_never_deletes_what_acemerge_did_not_make(models: Models, tmp_
 
 def test_an_input_is_never_overwritten_even_if_acemerge_made_it(models: Models, tmp_path: Path) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "first")
-    with pytest.raises(InputError, match="one of the models to merge"):
+    with pytest.raises(InputError, match="is, holds or lies in the model first"):
         acemerge.merge(tmp_path / "first", models.experts, tmp_path / "first", overwrite=True)
 
 
@@ -150,9 +153,9 @@ def test_a_failed_overwrite_leaves_the_old_output(models: Models, tmp_path: Path
 
 def test_a_second_run_into_the_same_output_is_refused(tmp_path: Path) -> None:
     with (
-        staged_output(tmp_path / "out", "", resume=True, overwrite=False),
+        staged_output(tmp_path / "out", "", resume=True),
         pytest.raises(InputError, match="another acemerge process"),
-        staged_output(tmp_path / "out", "", resume=True, overwrite=False),
+        staged_output(tmp_path / "out", "", resume=True),
     ):
         pass
 
@@ -195,3 +198,60 @@ def test_random_methods_do_not_depend_on_shards_threads_or_order(models: Models,
     assert one.keys() == many.keys()
     for name, weight in one.items():
         torch.testing.assert_close(many[name], weight, rtol=0, atol=1e-6)
+
+
+def test_an_output_around_or_inside_an_input_is_refused(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    with pytest.raises(InputError, match="is, holds or lies in"):
+        acemerge.merge(models.base, [tmp_path / "out/model.safetensors"], tmp_path / "out", overwrite=True)
+    with pytest.raises(InputError, match="is, holds or lies in"):
+        acemerge.merge(models.base, models.experts, models.base / "out")
+    inside = write_models(tmp_path / "out" / "sub").experts[0]
+    with pytest.raises(InputError, match="which acemerge did not write"):
+        acemerge.merge(models.base, [inside], tmp_path / "out", overwrite=True)
+    assert inside.is_dir()
+
+
+def test_overwrite_keeps_what_the_user_put_into_an_output(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    (tmp_path / "out/my_eval.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"holds 'my_eval\.txt', which acemerge did not write"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out", overwrite=True)
+    (tmp_path / "out/my_eval.txt").unlink()
+    acemerge.merge(models.base, models.experts, tmp_path / "out", overwrite=True)
+
+
+def test_an_empty_folder_is_as_good_as_none_and_a_link_is_refused(models: Models, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").is_file()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="is a link"):
+        acemerge.merge(models.base, models.experts, tmp_path / "link")
+
+
+def test_home_is_understood_in_the_output(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert acemerge.merge(models.base, models.experts, "~/out").output == tmp_path / "out"
+
+
+def test_inputs_that_are_not_the_expected_ones_are_refused_before_any_work(models: Models, tmp_path: Path) -> None:
+    recipe = make_recipe(
+        {
+            "base": str(models.base),
+            "experts": [str(e) for e in models.experts],
+            "inputs": {"base": {"model.safetensors": "0" * 64}},
+        }
+    )
+    with pytest.raises(InputError, match="the recipe expects 0000"):
+        run_merge(recipe, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_space_that_an_interrupted_run_has_taken_counts(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(models, tmp_path / "out", monkeypatch)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    written = sum(path.stat().st_size for path in (tmp_path / "out.partial").iterdir())
+    assert check_space(tmp_path / "out", written) is None
+    assert "make room" in (check_space(tmp_path / "out", written + 1) or "")

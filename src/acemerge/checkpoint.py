@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ MERGEABLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<kind>safetensors|bin)")
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def element_size(dtype: str) -> int:
@@ -111,7 +112,7 @@ class Checkpoint:
         if self.folder is None:
             return
         for path in sorted(self.folder.iterdir()):
-            is_weights = path.name.endswith((*_WEIGHT_SUFFIXES, ".index.json", ".h5", ".msgpack", ".onnx", ".gguf"))
+            is_weights = path.name.endswith((*WEIGHT_SUFFIXES, ".index.json", ".h5", ".msgpack", ".onnx", ".gguf"))
             hidden = path.name.startswith(".")
             if path.is_file() and not hidden and not is_weights and path.name not in NOT_COPIED:
                 yield path
@@ -165,8 +166,8 @@ def _header_of(tensor: Tensor) -> TensorHeader:
 def _weight_files(path: Path) -> list[Path]:
     """The files that hold a model's weights, or an error that says what was found instead."""
     if path.is_file():
-        if not path.name.endswith(_WEIGHT_SUFFIXES):
-            raise InputError(f"{path}: not a weights file; expected a folder or one of {', '.join(_WEIGHT_SUFFIXES)}")
+        if not path.name.endswith(WEIGHT_SUFFIXES):
+            raise InputError(f"{path}: not a weights file; expected a folder or one of {', '.join(WEIGHT_SUFFIXES)}")
         return [path]
     if (path / "adapter_config.json").is_file():
         raise InputError(
@@ -202,7 +203,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _unindexed_files(path: Path) -> list[Path]:
     """A folder with no standard name or index: a full set of numbered shards, or one single weights file."""
-    present = sorted(p for p in path.iterdir() if p.name.endswith(_WEIGHT_SUFFIXES) and p.name != "training_args.bin")
+    present = sorted(p for p in path.iterdir() if p.name.endswith(WEIGHT_SUFFIXES) and p.name != "training_args.bin")
     safetensors = [p for p in present if p.suffix == ".safetensors"]
     candidates = safetensors or present
     numbered = [(p, match) for p in candidates if (match := _SHARD.fullmatch(p.name))]
@@ -250,6 +251,8 @@ def _open_file(path: Path) -> _WeightsFile:
 
 
 def _open_safetensors(path: Path) -> _WeightsFile:
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be read; you lack the permission")
     try:
         handle: Any = safe_open(path, framework="pt")  # its methods are untyped
         headers = {}
@@ -282,10 +285,10 @@ def _load_weights_only(path: Path) -> Any:
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling untrusted bytes can fail in any way
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"{path}: cannot be loaded safely as plain tensors ({first_line}). If you trust the file, convert it where its "
-            "code is installed: safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
+            f"{path}: is damaged, or holds more than plain tensors and cannot be loaded without running its code "
+            f"({type(error).__name__}). If you trust the file, convert it where its code is installed: "
+            "safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
         ) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="BASE EXPERT...",
-        help="The base and its fine-tunes: folders, weight files or hub ids (org/name[@revision]). Or one recipe.yaml.",
+        help="The base and its fine-tunes: folders, weight files or hub ids (org/name\\[@revision]). Or one recipe.yaml.",
     ),
 ]
 MethodName = Annotated[
@@ -53,7 +54,7 @@ Preset = Annotated[
 ]
 OrientationName = Annotated[
     str | None,
-    typer.Option(help="canonical: matrices as [out, in] whatever their storage. stored: as they lie in the file."),
+    typer.Option(help="canonical: matrices as \\[out, in] whatever their storage. stored: as they lie in the file."),
 ]
 Missing = Annotated[
     str | None,
@@ -216,10 +217,14 @@ def _recipe(models: list[str], settings: list[str], flags: dict[str, Any]) -> tu
     if len(models) == 1 and models[0].endswith((".yaml", ".yml")):
         path = Path(models[0])
         fields, origin = read_recipe(path), models[0]
+        if not isinstance(fields.get("options") or {}, dict):
+            raise InputError(f"{origin}: options: write them as a mapping of names to values")
         relative_to = path.parent
         # The file's options belong to its method.
         same_method = flags.get("method") in (None, fields.get("method", "ace"))
         options = {**(fields.get("options") or {}), **options} if same_method else options
+    elif len(models) == 1:
+        raise InputError(f"{models[0]}: give a base and at least one expert, or one recipe file that ends in .yaml")
     else:
         fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, "command line", Path()
     for name in options:
@@ -229,23 +234,25 @@ def _recipe(models: list[str], settings: list[str], flags: dict[str, Any]) -> tu
 
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:
-    import yaml
-
     options = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
             raise InputError(f"-s {setting}: write it as KEY=VALUE, such as epsilon=1e-5")
-        options[name.strip()] = _number(value) if (parsed := yaml.safe_load(value)) == value else parsed
+        options[name.strip()] = _parse_value(value.strip())
     return options
 
 
-def _number(text: str) -> float | str:
-    """YAML reads 1e-5 as text; people mean a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _parse_value(text: str) -> bool | int | float | str:
+    """true, false, a decimal number, or text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _print_plan(plan: Plan) -> None:
@@ -276,14 +283,19 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
-    except AcemergeError as error:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
+    except (AcemergeError, OSError) as error:
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exc()
         print(f"acemerge: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
-            print("acemerge: interrupted; repeat the command to go on from the finished shards", file=sys.stderr)
+            print(
+                "acemerge: interrupted, nothing was published; repeat the command to go on: finished shards are not done again",
+                file=sys.stderr,
+            )
         raise
 
 

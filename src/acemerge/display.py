@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,10 +20,17 @@ from acemerge.sizes import human_bytes
 _ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
 
 
+class _PatientConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """A reader that has seen enough, such as `head`, is no failure."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+
+
 def _console() -> Console:
     """As wide as the terminal; in a pipe, as wide as the content needs, so that nothing is cut. `[in, out]` is no markup."""
-    console = Console(highlight=False, markup=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
+    console = _PatientConsole(highlight=False, markup=False, soft_wrap=False)
+    return console if console.is_terminal else _PatientConsole(highlight=False, markup=False, width=200)
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -55,7 +64,8 @@ def _print_summary(plan: Plan, console: Console) -> None:
     counts = ", ".join(f"{plan.count(action)} {action}" for action in _ACTIONS)
     tied = f", {len(plan.omitted)} tied" if plan.omitted else ""
     console.print(f"method {plan.method.name} ({options})")
-    console.print(f"preset {plan.family.name}: {plan.family.about}; orientation {plan.recipe.orientation}")
+    scope = f"preset {plan.family.name}: {plan.family.about}" if plan.method.touches == "matrices" else "every weight takes part"
+    console.print(f"{scope}; orientation {plan.recipe.orientation}")
     console.print(f"{len(plan.tensors) + len(plan.omitted)} tensors: {counts}{tied}")
     if plan.heads:
         names = ", ".join(plan.experts[head.expert].name for head in plan.heads)
@@ -112,7 +122,11 @@ def describe_method(method: Method) -> None:
     console = _console()
     console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
     rest = "averaged" if method.rest == "average" else "kept at the base's value"
-    merges = f"matrices; other tensors are {rest}" if method.touches == "matrices" else "every floating-point tensor"
+    merges = (
+        f"matrices; other tensors are {rest}, or kept as the model family's preset says"
+        if method.touches == "matrices"
+        else "every floating-point tensor"
+    )
     console.print(f"It merges {merges}. Set an option with -s NAME=VALUE.")
     if method.per_task:
         console.print("It makes one model per task, not one merged model: `acemerge task OUT EXPERT -o DIR` makes an expert's.")

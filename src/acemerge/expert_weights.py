@@ -33,6 +33,12 @@ NonNegativeWeights = Annotated[
 ]
 
 
+def check_count(weights: Literal["equal"] | tuple[float, ...], experts: int) -> None:
+    """Refuse weights that are not one per expert."""
+    if weights != "equal" and len(weights) != experts:
+        raise InputError(f"weights={list(weights)} are {len(weights)} numbers for {experts} experts; give one per expert")
+
+
 def weight_each(weights: Literal["equal"] | tuple[float, ...], experts: Sequence[str], tensor: str) -> tuple[float, ...]:
     """The weights in the order of this tensor's experts; refused unless there is exactly one for each."""
     if weights == "equal":

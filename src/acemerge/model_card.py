@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from acemerge import __version__
-from acemerge.checkpoint import read_json
 from acemerge.plan import Plan
-from acemerge.writer import Staging
+from acemerge.side_files import copy_side_file
+from acemerge.writer import MANIFEST, Staging, files_below
 
 if TYPE_CHECKING:
     from acemerge.pipeline import Sources
+    from acemerge.source import Source
 
 Hashes = Mapping[str, Mapping[str, str]]
 
@@ -26,34 +26,21 @@ Hashes = Mapping[str, Mapping[str, str]]
 def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes) -> None:
     """Everything of the output folder but the weights and the heads."""
     folder = staging.folder
-    _copy_side_files(plan, folder)
+    for path in plan.base.side_files():
+        copy_side_file(path, folder, plan.recipe.dtype)
     _write_index(plan, folder)
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
-    (folder / "acemerge_manifest.json").write_text(json.dumps(manifest(plan, staging, hashes), indent=1) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
+    content = manifest(plan, staging, hashes)
+    content["files"] = sorted([*files_below(folder), MANIFEST])
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 _RECIPE_HEADING = f"""\
 # The merge that made this model, with every option resolved (acemerge {__version__}).
 # Repeat it where these models are: acemerge merge acemerge.yaml -o OUT
 """
-
-
-def _copy_side_files(plan: Plan, folder: Path) -> None:
-    """Byte for byte; only config.json is edited, and only when --dtype changed the weights' dtype."""
-    for path in plan.base.side_files():
-        if path.name == "config.json" and plan.recipe.dtype:
-            config = read_json(path)
-            config[_dtype_key(config)] = plan.recipe.dtype
-            (folder / path.name).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        else:
-            shutil.copyfile(path, folder / path.name)
-
-
-def _dtype_key(config: Mapping[str, Any]) -> str:
-    """transformers 5 writes `dtype`, 4 wrote `torch_dtype`."""
-    return "dtype" if "dtype" in config else "torch_dtype"
 
 
 def _write_index(plan: Plan, folder: Path) -> None:
@@ -72,12 +59,10 @@ def _write_index(plan: Plan, folder: Path) -> None:
 def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
     """A recipe that `acemerge merge` takes: public names, every option explicit, the inputs' hashes."""
     fields = plan.recipe.model_dump(exclude={"inputs", "base", "experts", "options"}, exclude_defaults=True)
+    base, *experts = _public_names([sources.base, *sources.experts])
     resolved = {
-        "base": sources.base.public_name,
-        "experts": [
-            {"model": source.public_name, "name": expert.name}
-            for source, expert in zip(sources.experts, plan.experts, strict=True)
-        ],
+        "base": base,
+        "experts": [{"model": name, "name": expert.name} for name, expert in zip(experts, plan.experts, strict=True)],
         "method": plan.method.name,
         "options": asdict(plan.options),
         "preset": plan.family.name,
@@ -86,6 +71,15 @@ def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
         "inputs": {model: dict(files) for model, files in hashes.items()},
     }
     return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+
+
+def _public_names(sources: Sequence[Source]) -> list[str]:
+    """Names without a local path; models of the same name are told apart by their parent folder's."""
+    names = [source.public_name for source in sources]
+    return [
+        f"{source.path.resolve().parent.name}/{name}" if names.count(name) > 1 and not source.hub_id else name
+        for source, name in zip(sources, names, strict=True)
+    ]
 
 
 def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from acemerge.checkpoint import open_checkpoint
 from acemerge.engine.local import LocalEngine
-from acemerge.errors import InputError, MergeError, PreflightError
+from acemerge.errors import InputError, PreflightError
 from acemerge.model_card import write_documents
 from acemerge.plan import Plan
 from acemerge.planner import build_plan
@@ -64,10 +64,12 @@ def run_merge(
     quiet: bool = True,
 ) -> MergeResult:
     """Carry out a recipe and publish the result at `output`."""
+    output = output.expanduser()
+    if threads is not None and threads < 1:
+        raise InputError(f"threads={threads}: give at least one")
     check_output(output, overwrite)
     sources = find_sources(recipe, relative_to, offline)
-    if output.exists() and any(source.path.samefile(output) for source in (sources.base, *sources.experts)):
-        raise InputError(f"{output}: is one of the models to merge; choose another output")
+    check_output(output, overwrite, [source.path for source in (sources.base, *sources.experts)])
     plan = make_plan(recipe, sources)
     if problem := check_space(output, plan.output_bytes):
         raise PreflightError([problem])
@@ -75,12 +77,13 @@ def run_merge(
     with (
         _compute_threads(threads),
         _hashing(plan) as hashes,
-        staged_output(output, plan.digest, resume=resume, overwrite=overwrite) as staging,
+        _expected_inputs(recipe, hashes),
+        staged_output(output, plan.digest, resume=resume) as staging,
     ):
         with show_progress(plan, quiet=quiet) as progress:
             LocalEngine(plan, staging, where, progress).run()
         write_heads(plan, staging.folder)
-        write_documents(plan, sources, staging, _verified(recipe, hashes))
+        write_documents(plan, sources, staging, _finished(hashes))
         tensors = _records(plan, staging)
     return MergeResult(output, plan, tensors)
 
@@ -129,10 +132,10 @@ def _unique_names(sources: Sequence[Source], given: Sequence[str | None]) -> tup
 def _torch_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"--device {name}: not available here ({reason}); use cpu, cuda or cuda:N") from None
+        raise InputError(f"--device {name}: not available here ({reason[:80]}); use cpu, cuda or cuda:N") from None
     return device
 
 
@@ -165,18 +168,23 @@ def _hashing(plan: Plan) -> Iterator[Hashes]:
             pool.shutdown(cancel_futures=True)
 
 
-def _verified(recipe: Recipe, hashes: Hashes) -> dict[str, dict[str, str]]:
-    """The finished hashes, which must be those the recipe expects, if it expects any."""
-    found = {model: {file: future.result() for file, future in files.items()} for model, files in hashes.items()}
+def _finished(hashes: Hashes) -> dict[str, dict[str, str]]:
+    return {model: {file: future.result() for file, future in files.items()} for model, files in hashes.items()}
+
+
+@contextmanager
+def _expected_inputs(recipe: Recipe, hashes: Hashes) -> Iterator[None]:
+    """Before any work, the files' hashes must be those the recipe expects, if it expects any."""
     for model, files in recipe.inputs.items():
         for file, expected in files.items():
-            actual = found.get(model, {}).get(file)
+            future = hashes.get(model, {}).get(file)
+            actual = future.result() if future else "unknown: no such file"
             if actual != expected:
-                raise MergeError(
-                    f"{model}/{file}: sha256 is {actual or 'unknown: no such file'}, the recipe expects {expected}; "
-                    "get the same file, or remove 'inputs' from the recipe"
+                raise InputError(
+                    f"{model}/{file}: sha256 is {actual}, the recipe expects {expected}; get the same file, or remove 'inputs' "
+                    "from the recipe"
                 )
-    return found
+    yield
 
 
 def _records(plan: Plan, staging: Staging) -> list[Mapping[str, Any]]:

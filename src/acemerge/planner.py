@@ -35,6 +35,7 @@ class _Planner:
         self.recipe, self.base, self.experts, self.config = recipe, base, experts, config
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.strangers: dict[str, list[str]] = {}
         self.family = choose_family(recipe.preset, config, base.tensors)
         self.method = get_method(recipe.method)
         self.options = self.method.options(recipe.options).resolve(config)
@@ -47,6 +48,7 @@ class _Planner:
         self._check_models()
         tensors = tuple(self._decide(name) for name in self.base.tensors if name not in self.omitted)
         heads = self._plan_heads(tensors)
+        self._report_strangers()
         self._report_missing(tensors)
         self._say_one_model_per_task(tensors)
         for index, rule in enumerate(self.recipe.tensors):
@@ -69,6 +71,7 @@ class _Planner:
         for model in models:
             if "quantization_config" in model.config:
                 self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
+        self.options.check(len(self.experts))
         wanted = self.method.experts
         if wanted is not None and wanted != len(self.experts):
             self.problems.append(f"method '{self.method.name}' takes exactly {wanted} experts, {len(self.experts)} were given")
@@ -97,13 +100,14 @@ class _Planner:
             return without_method("kept", f"rule '{rule.match}': a task head; each expert's own is in heads/")
         if rule is not None and rule.do == "keep":
             return without_method("kept", f"rule '{rule.match}'")
-        if rule is None and is_task_head(name):
+        if not _forces(rule) and is_task_head(name):
             return without_method("kept", "a task head; each expert's own is in heads/")
         sources = self._sources(name)
         if not sources:
             return without_method("kept", "no expert has it")
         action, reason = self._fate(name, header, rule)
         if action == "kept":
+            self._note_shapes(name, header, sources)
             return without_method("kept", reason)
         self._check_shapes(name, header, sources)
         method, options = self._method_for(rule)
@@ -137,20 +141,30 @@ class _Planner:
             return "averaged", asked
         if method.touches == "all":
             return "merged", asked
-        if rule is None and matches(name, self.family.kept):
+        if not _forces(rule) and matches(name, self.family.kept):
             return "kept", f"preset '{self.family.name}' leaves it at the base"
         rest: Action = "averaged" if method.rest == "average" else "kept"
         if len(header.shape) != 2:
             return rest, f"{len(header.shape)}-D, not a matrix"
         if min(header.shape) <= 1:
             return rest, "a matrix with one row or column is a vector"
-        if rule is None and matches(name, self.family.averaged):
+        if not _forces(rule) and matches(name, self.family.averaged):
             return rest, f"preset '{self.family.name}' does not take it for a linear map"
         return "merged", asked
 
     def _sources(self, name: str) -> tuple[ExpertTensor, ...]:
         found = ((index, names.get(name)) for index, names in enumerate(self.names))
         return tuple(ExpertTensor(index, own_name) for index, own_name in found if own_name is not None)
+
+    def _note_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
+        """A kept tensor of another shape, such as a larger vocabulary, is no obstacle, but worth knowing."""
+        for source in sources:
+            expert = self.experts[source.expert]
+            theirs = expert.tensors[source.name].shape
+            if theirs != header.shape:
+                self.notes.append(
+                    f"'{name}' is {list(theirs)} in expert '{expert.name}', {list(header.shape)} in the base, whose value is kept"
+                )
 
     def _check_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
         for source in sources:
@@ -218,14 +232,31 @@ class _Planner:
         rule = self._rule_for(ours) or self._rule_for(theirs)
         if may_be_added(theirs) or (rule is not None and rule.do == "head"):
             return True
-        self.problems.append(
-            f"tensor '{theirs}' {list(expert.tensors[theirs].shape)} of expert {expert.where} is not in base {self.base.where}; "
-            f"give the base it was fine-tuned from, or a recipe rule {{match: '{theirs}', do: head}} to keep it as its own"
-        )
+        self.strangers.setdefault(expert.name, []).append(theirs)
         return False
+
+    def _report_strangers(self) -> None:
+        """Tensors of an expert that have no place in the output."""
+        for expert in self.experts:
+            names = self.strangers.get(expert.name, [])
+            if not names:
+                continue
+            shapes = ", ".join(str(list(expert.tensors[name].shape)) for name in names[:3])
+            theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
+            kinds = f" (model_type '{theirs}' against '{ours}')" if theirs != ours else ""
+            noun, verb = ("tensor", "is") if len(names) == 1 else ("tensors", "are")
+            self.problems.append(
+                f"{noun} {_some(names)} {shapes} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "
+                f"the base it was fine-tuned from, or a recipe rule {{match: '{names[0]}', do: head}} to keep it as its own"
+            )
 
     def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:
         return name in tied_names(expert, expert.config)
+
+
+def _forces(rule: TensorRule | None) -> bool:
+    """Whether a rule says that a tensor is to be merged; one that only sets options leaves that to the preset."""
+    return rule is not None and ("do" in rule.model_fields_set or rule.method is not None)
 
 
 def _invert(aligned: Mapping[str, str], expert: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Expert(_Strict):
     """One fine-tuned model; `name` is what tables and head folders call it (by default its folder's name)."""
 
     model: str
-    name: str | None = Field(default=None, pattern=r"^[\w.+-]+$")
+    name: str | None = Field(default=None, pattern=r"^\w[\w.+-]*$")
 
 
 class TensorRule(_Strict):
@@ -61,6 +61,9 @@ class Recipe(_Strict):
     def _experts_make_sense(self) -> Self:
         if not self.experts:
             raise ValueError("give at least one expert")
+        names = [expert.name for expert in self.experts if expert.name]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two experts have the same name: {', '.join(names)}")
         return self
 
 
@@ -76,10 +79,19 @@ def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        lines = [
-            f"{origin}: {'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']} (given: {e['input']!r})" for e in error.errors()
-        ]
-        raise InputError("\n".join(lines)) from None
+        raise InputError("\n".join(f"{origin}: {_explain(dict(e))}" for e in error.errors())) from None
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One of pydantic's findings, in words."""
+    where, reason = ".".join(map(str, error["loc"])), str(error["msg"]).removeprefix("Value error, ")
+    if not where:
+        return reason
+    if error["type"] == "extra_forbidden":
+        *path, field = error["loc"]
+        known = TensorRule.model_fields if "tensors" in path else Expert.model_fields
+        return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
+    return f"{where}: {reason} (given: {error['input']!r})"
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from acemerge.checkpoint import WEIGHT_SUFFIXES
 from acemerge.errors import InputError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
@@ -43,7 +44,8 @@ def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = Fa
     if path.exists():
         return Source(given, path)
     match = _HUB_ID.fullmatch(given)
-    if match is None or given.startswith((".", "/", "~")):
+    in_a_folder_here = "/" in given and path.parent.is_dir()
+    if match is None or given.startswith((".", "/", "~")) or given.endswith(WEIGHT_SUFFIXES) or in_a_folder_here:
         raise InputError(f"{given}: no such file or folder")
     return _from_hub(given, match["repo"], match["revision"], offline)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from torch import Tensor
 from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_checkpoint, read_json
 from acemerge.errors import InputError, did_you_mean
 from acemerge.plan import Plan
-from acemerge.writer import check_output, staged_output, write_safetensors
+from acemerge.side_files import copy_side_file
+from acemerge.writer import MANIFEST, check_output, files_below, staged_output, write_safetensors
 
 _HEAD_TENSORS = "head.safetensors"
 _HEAD_NAMES = "head.json"
-_MANIFEST = "acemerge_manifest.json"
 
 
 def write_heads(plan: Plan, folder: Path) -> None:
@@ -36,12 +36,18 @@ def write_heads(plan: Plan, folder: Path) -> None:
         expert = plan.experts[head.expert]
         target = folder / "heads" / expert.name
         target.mkdir(parents=True, exist_ok=True)
-        headers = [(name, expert.tensors[name]) for name in head.tensors]
-        write_safetensors(target / _HEAD_TENSORS, headers, (expert.read(name) for name in head.tensors))
+        dtype = plan.recipe.dtype
+        headers = [(name, _in_dtype(expert.tensors[name], dtype)) for name in head.tensors]
+        values = (expert.read(name).to(getattr(torch, header.dtype)) for name, header in headers)
+        write_safetensors(target / _HEAD_TENSORS, headers, values)
         names = {"backbone": dict(sorted(head.backbone.items()))}
         (target / _HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         for path in expert.side_files():
-            shutil.copyfile(path, target / path.name)
+            copy_side_file(path, target, dtype)
+
+
+def _in_dtype(header: TensorHeader, dtype: str | None) -> TensorHeader:
+    return replace(header, dtype=dtype) if dtype and header.is_mergeable else header
 
 
 @dataclass(frozen=True)
@@ -121,14 +127,16 @@ def _open_parts(merged: Path, place: str, manifest: Mapping[str, Any]) -> Parts:
     paths = [merged / path for path in manifest.get("parts", ()) if Path(path).parent == Path(place)]
     for path in paths:
         if not path.is_file():
-            raise InputError(f"{path}: missing, but named in {_MANIFEST}; copy the whole output folder")
+            raise InputError(f"{path}: missing, but named in {MANIFEST}; copy the whole output folder")
     return Parts(tuple(open_checkpoint(path, place) for path in paths))
 
 
 def _open_task_model(merged: Path, expert: str) -> TaskModel:
-    manifest = read_json(merged / _MANIFEST) if (merged / _MANIFEST).is_file() else {}
+    if not merged.is_dir():
+        raise InputError(f"{merged}: no such folder")
+    manifest = read_json(merged / MANIFEST) if (merged / MANIFEST).is_file() else {}
     with_parts = manifest["experts"] if manifest.get("per_task") else []
-    known = sorted({*with_parts, *(path.name for path in merged.glob("heads/*"))})
+    known = sorted({*with_parts, *(path.name for path in merged.glob("heads/*") if path.is_dir())})
     if not known:
         raise InputError(
             f"{merged}: holds no heads and no tasks; only experts with their own heads, or a method with one model per task, "
@@ -157,16 +165,18 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
 
 def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwrite: bool = False) -> Path:
     """Write an ordinary Hugging Face folder for one task: the merged backbone with what is that expert's own."""
-    merged, output = Path(merged), Path(output)
-    check_output(output, overwrite)
+    merged, output = Path(merged).expanduser(), Path(output).expanduser()
+    check_output(output, overwrite, [merged])
+    if output.exists() and any(output.iterdir()) and "exported" not in read_json(output / MANIFEST):
+        raise InputError(f"{output}: is a merge, not an earlier export, so it is not replaced; choose another output")
     model = _open_task_model(merged, expert)
     headers = model.headers()
-    with staged_output(output, digest="", resume=False, overwrite=overwrite) as staging:
+    with staged_output(output, digest="", resume=False) as staging:
         digest = write_safetensors(staging.folder / "model.safetensors", headers, (model.read(name) for name, _ in headers))
         for path in (*model.merged.side_files(), *model.side_files):  # the expert's own files win
             shutil.copyfile(path, staging.folder / path.name)
-        manifest = {"exported": expert, "weights_sha256": digest}
-        (staging.folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        manifest = {"exported": expert, "weights_sha256": digest, "files": sorted([*files_below(staging.folder), MANIFEST])}
+        (staging.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return output
 
 
@@ -176,8 +186,9 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
         import transformers
     except ImportError:
         raise InputError("load_expert_head needs transformers: pip install 'acemerge[eval]'") from None
-    model = _open_task_model(Path(merged), expert)
-    folder = Path(merged) / "heads" / expert
+    merged = Path(merged).expanduser()
+    model = _open_task_model(merged, expert)
+    folder = merged / "heads" / expert
     config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else merged)
     architecture = (config.architectures or [None])[0]
     if architecture is None or not hasattr(transformers, architecture):

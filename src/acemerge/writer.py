@@ -19,7 +19,9 @@ from torch import Tensor, uint8
 
 from acemerge.checkpoint import SAFETENSORS_NAME, TensorHeader, element_size
 from acemerge.errors import InputError, MergeError
+from acemerge.sizes import human_bytes
 
+MANIFEST = "acemerge_manifest.json"
 _STATE = ".acemerge-state.json"
 _LOCK = ".acemerge-lock"
 _COPIED_AT_ONCE = 2**23
@@ -161,40 +163,65 @@ class Staging:
         return all((self.folder / name).is_file() and file_sha256(self.folder / name) == sha for name, sha in expected.items())
 
 
-def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse an output place that cannot be used, before any work."""
+def check_output(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    """Refuse an output place that cannot be used, or that holds or lies in anything of the user's, before any work."""
+    if output.is_symlink():
+        raise InputError(f"{output}: is a link; give the folder itself")
+    place = output.resolve()
+    for path in (given.resolve() for given in inputs):
+        if place == path or place in path.parents or (path.is_dir() and path in place.parents):
+            raise InputError(f"{output}: is, holds or lies in the model {path.name} that is read; choose another output")
+    if output.is_dir() and not any(output.iterdir()):
+        return
     if output.exists() and not overwrite:
         raise InputError(f"{output}: already exists; choose another output, or pass --overwrite to replace it")
-    if output.exists() and not _is_merge_output(output):
-        raise InputError(f"{output}: exists and is not an acemerge output, so it is not replaced; remove it yourself")
-    parent = output.resolve().parent
-    existing = next(p for p in (parent, *parent.parents) if p.exists())
+    if output.exists():
+        _check_replaceable(output)
+    existing = next(p for p in place.parents if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"{output}: cannot be created, {existing} is not a writable folder")
 
 
-def _is_merge_output(output: Path) -> bool:
-    return output.is_dir() and ((output / "acemerge_manifest.json").is_file() or not any(output.iterdir()))
+def _check_replaceable(output: Path) -> None:
+    """Only what acemerge wrote itself is ever replaced: every file must be in the folder's own manifest."""
+    try:
+        known = set(json.loads((output / MANIFEST).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{output}: exists and is not an acemerge output, so it is not replaced; remove it yourself") from None
+    foreign = [name for name in files_below(output) if name not in known]
+    if foreign:
+        raise InputError(f"{output}: holds '{foreign[0]}', which acemerge did not write; move it away, then --overwrite works")
+
+
+def files_below(folder: Path) -> list[str]:
+    """Every file of a folder but acemerge's working ones, by its path within it."""
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(path for path in paths if not path.startswith(".acemerge-"))
 
 
 def check_space(output: Path, needed: int) -> str | None:
-    """A problem report if the disk cannot hold the output."""
-    parent = output.resolve().parent
-    existing = next(p for p in (parent, *parent.parents) if p.exists())
+    """A problem report if the disk cannot hold the output; what an interrupted run has already written counts as there."""
+    existing = next(p for p in output.resolve().parents if p.exists())
     free = shutil.disk_usage(existing).free
-    if needed <= free:
+    partial = _partial(output)
+    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.is_dir() else 0
+    if needed <= free + written:
         return None
-    return f"output {output}: needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free; make room or use another disk"
+    return f"output {output}: needs {human_bytes(needed)}, the disk has {human_bytes(free)} free; make room or use another disk"
+
+
+def _partial(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
 
 
 @contextmanager
-def staged_output(output: Path, digest: str, *, resume: bool, overwrite: bool) -> Iterator[Staging]:
+def staged_output(output: Path, digest: str, *, resume: bool) -> Iterator[Staging]:
     """Stage an output folder; publish it when the block ends well.
 
     When it does not, finished shards stay in `<output>.partial` for the next run, which goes on from there if the recipe
     and the inputs are the same; with nothing finished, nothing stays.
     """
-    folder = output.with_name(output.name + ".partial")
+    folder = _partial(output)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()) and not (folder / _LOCK).is_file():
         raise InputError(f"{folder}: needed for the work on {output.name}, but holds files that are not acemerge's; move it away")
@@ -208,9 +235,9 @@ def staged_output(output: Path, digest: str, *, resume: bool, overwrite: bool) -
             if not staging.finished:
                 shutil.rmtree(folder)
             raise
+        _publish(folder, output)
         for name in (_STATE, _LOCK):
-            (folder / name).unlink(missing_ok=True)
-        _publish(folder, output, overwrite)
+            (output / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -237,9 +264,9 @@ def _clear(folder: Path, keep: set[str]) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _publish(folder: Path, output: Path, overwrite: bool) -> None:
+def _publish(folder: Path, output: Path) -> None:
     """Rename into place; an output being replaced is moved aside first and deleted last."""
-    if not (overwrite and output.exists()):
+    if not output.exists() or not any(output.iterdir()):
         folder.rename(output)
         return
     with tempfile.TemporaryDirectory(prefix=f"{output.name}.replaced-", dir=output.parent) as aside:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acemerge.dropping import Rescale, Seed, drop
 from acemerge.errors import InputError
-from acemerge.expert_weights import NonNegativeWeights, weight_each
+from acemerge.expert_weights import NonNegativeWeights, check_count, weight_each
 from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Alpha, Context, Options, method
 from acemerge.methods.ties import elect_and_merge
@@ -33,6 +33,10 @@ class DellaOptions(Options):
     weights: NonNegativeWeights = "equal"
     seed: Seed = 0
     alpha: Alpha = 1.1
+
+    def check(self, experts: int) -> None:
+        """One weight per expert."""
+        check_count(self.weights, experts)
 
     def __post_init__(self) -> None:
         smallest, largest = 1 - self.drop - self.window / 2, 1 - self.drop + self.window / 2

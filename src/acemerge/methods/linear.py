@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.expert_weights import ExpertWeights, weight_each
+from acemerge.expert_weights import ExpertWeights, check_count, weight_each
 from acemerge.linalg import weighted_sum
 from acemerge.methods.registry import Context, Options, method
 
@@ -22,6 +22,10 @@ class LinearOptions(Options):
 
     weights: ExpertWeights = "equal"
     normalise: Annotated[bool, Field(description="divide the weights by their sum; false: a weighted sum of task vectors")] = True
+
+    def check(self, experts: int) -> None:
+        """One weight per expert."""
+        check_count(self.weights, experts)
 
     def __post_init__(self) -> None:
         if not self.normalise or self.weights == "equal":

@@ -45,6 +45,9 @@ class Options:
 
     alpha: Alpha = 1.0
 
+    def check(self, experts: int) -> None:
+        """Refuse options that do not suit this number of experts."""
+
     def resolve(self, config: Mapping[str, Any]) -> Options:  # noqa: ARG002
         """These options with every value that depends on the base model's config made explicit."""
         return self
@@ -149,6 +152,10 @@ class Method:
         for name in given:
             if name not in known:
                 raise InputError(f"method '{self.name}' has no option '{name}': {did_you_mean(name, known)}")
+        for option in self.describe_options():
+            # pydantic would take true for 1.
+            if isinstance(given.get(option.name), bool) and "true or false" not in option.allowed:
+                raise InputError(self._refusal(option, given[option.name]))
         try:
             return TypeAdapter(self.options_type).validate_python(dict(given))
         except ValidationError as error:
@@ -157,8 +164,10 @@ class Method:
 
     def _explain(self, error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         name = str(error["loc"][0])
-        described = next(o for o in self.describe_options() if o.name == name)
-        return f"method '{self.name}': {name}={given[name]!r} is not allowed: it must be {described.allowed}"
+        return self._refusal(next(o for o in self.describe_options() if o.name == name), given[name])
+
+    def _refusal(self, option: DescribedOption, value: Any) -> str:
+        return f"method '{self.name}': {option.name}={value!r} is not allowed: it must be {option.allowed}"
 
     def describe_options(self) -> list[DescribedOption]:
         """Name, default, allowed values and meaning of each option, for help, docs and errors."""
