@@ -504,7 +504,7 @@ def test_a_vision_base_refuses_experts_with_a_text_tower(build: Callable[[str], 
         return {name: tensor for name, tensor in tensors.items() if name.startswith("vision_model.")}
 
     base = rewrite(whole.base, tmp_path / "base", vision_only)
-    with pytest.raises(acemerge.PreflightError, match=r"text_model\.\S+ .* is not in base"):
+    with pytest.raises(acemerge.PreflightError, match=r"text_model\.\S+ .* are not in base"):
         merge(Models(base, whole.experts), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

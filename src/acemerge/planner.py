@@ -241,12 +241,13 @@ class _Planner:
             names = self.strangers.get(expert.name, [])
             if not names:
                 continue
-            shapes = ", ".join(str(list(expert.tensors[name].shape)) for name in names[:3])
+            listing = ", ".join(f"'{name}' {list(expert.tensors[name].shape)}" for name in names[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
             kinds = f" (model_type '{theirs}' against '{ours}')" if theirs != ours else ""
             noun, verb = ("tensor", "is") if len(names) == 1 else ("tensors", "are")
             self.problems.append(
-                f"{noun} {_some(names)} {shapes} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "
+                f"{noun} {listing}{more} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "
                 f"the base it was fine-tuned from, or a recipe rule {{match: '{names[0]}', do: head}} to keep it as its own"
             )
 
