@@ -286,7 +286,7 @@ def _load_weights_only(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling untrusted bytes can fail in any way
         raise InputError(
-            f"{path}: cannot be loaded safely: it is damaged, or holds more than plain tensors "
+            f"{path}: cannot be loaded safely because it is damaged or holds more than plain tensors "
             f"({type(error).__name__}). If you trust the file, convert it where its code is installed: "
             "safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
         ) from None
