@@ -151,6 +151,18 @@ def test_nan_is_never_published(models: Models, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
+def test_nan_in_a_head_is_never_published(models: Models, tmp_path: Path) -> None:
+    edit(models.experts[1], lambda t: t.update({"classifier.weight": torch.full((2, 8), float("nan"))}))
+    with pytest.raises(MergeError, match=r"'classifier\.weight' of expert 'expert-1'"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_in_a_rule_names_the_rule(models: Models, tmp_path: Path) -> None:
+    rules = [{"match": "layers.0.*", "options": {"keep": 0.2}}]
+    assert "recipe rule 'layers.0.*': method 'ace' has no option 'keep'" in problems(models, tmp_path / "out", tensors=rules)
+
+
 def test_a_merge_far_larger_than_its_inputs_is_reported(tmp_path: Path) -> None:
     base = base_tensors()
     write_model(tmp_path / "base", base)

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from acemerge.checkpoint import Checkpoint, TensorHeader
-from acemerge.errors import PreflightError
+from acemerge.errors import InputError, PreflightError
 from acemerge.families import (
     BUFFERS,
     align_names,
@@ -129,9 +129,12 @@ class _Planner:
     def _method_for(self, rule: TensorRule | None) -> tuple[Method, Options]:
         if rule is None or (rule.method is None and not rule.options):
             return self.method, self.options
-        method = get_method(rule.method or self.recipe.method)
-        inherited = self.recipe.options if method is self.method else {}
-        return method, method.options({**inherited, **rule.options}).resolve(self.config)
+        try:
+            method = get_method(rule.method or self.recipe.method)
+            inherited = self.recipe.options if method is self.method else {}
+            return method, method.options({**inherited, **rule.options}).resolve(self.config)
+        except InputError as error:
+            raise InputError(f"recipe rule '{rule.match}': {error}") from None
 
     def _fate(self, name: str, header: TensorHeader, rule: TensorRule | None) -> tuple[Action, str]:
         """Merged, averaged or kept, for a weight that at least one expert has."""

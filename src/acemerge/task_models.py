@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_checkpoint, read_json
-from acemerge.errors import InputError, did_you_mean
+from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
 from acemerge.writer import MANIFEST, check_output, files_below, staged_output, write_safetensors
@@ -38,12 +38,18 @@ def write_heads(plan: Plan, folder: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         dtype = plan.recipe.dtype
         headers = [(name, _in_dtype(expert.tensors[name], dtype)) for name in head.tensors]
-        values = (expert.read(name).to(getattr(torch, header.dtype)) for name, header in headers)
-        write_safetensors(target / _HEAD_TENSORS, headers, values)
+        write_safetensors(target / _HEAD_TENSORS, headers, (_head_tensor(expert, name, header) for name, header in headers))
         names = {"backbone": dict(sorted(head.backbone.items()))}
         (target / _HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         for path in expert.side_files():
             copy_side_file(path, target, dtype)
+
+
+def _head_tensor(expert: Checkpoint, name: str, header: TensorHeader) -> Tensor:
+    value = expert.read(name).to(getattr(torch, header.dtype))
+    if value.is_floating_point() and not torch.isfinite(value).all():
+        raise MergeError(f"tensor '{name}' of expert {expert.where}, a part of its head, has NaN or infinite values; repair it")
+    return value
 
 
 def _in_dtype(header: TensorHeader, dtype: str | None) -> TensorHeader:
