@@ -237,7 +237,8 @@ def test_a_larger_vocabulary_is_noted(acemerge: Command, models: Models, tmp_pat
 def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:
     program = (
         "import sys, time, acemerge.task_vectors as t, acemerge.engine.local as engine\n"
-        "def slow(*arguments):\n    print('merging', flush=True)\n    time.sleep(60)\n"
+        # Short sleeps: a signal that comes just before a long one would wait for its end.
+        "def slow(*arguments):\n    print('merging', flush=True)\n    while True: time.sleep(0.05)\n"
         "engine.merge_tensor = slow\n"
         f"sys.argv = ['acemerge', 'merge', *{models.arguments!r}, '-o', {str(tmp_path / 'out')!r}]\n"
         "from acemerge.cli import main\nmain()"
@@ -247,7 +248,7 @@ def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == "merging\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        assert process.wait(timeout=300) == 130
         assert "repeat the command to go on" in process.stderr.read()
     assert not list(tmp_path.glob("out*"))
 
