@@ -5,8 +5,13 @@ import os
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 
+from hypothesis import HealthCheck, settings  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook(
     ["acemerge.linalg", "acemerge.covariance", "acemerge.methods", "acemerge.task_vectors", "acemerge.api"], "beartype.beartype"
 )
+
+# A busy machine is no failure: nothing here may depend on how long an example takes.
+settings.register_profile("acemerge", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("acemerge")
