@@ -17,7 +17,6 @@ from acemerge.recipe import Recipe, make_recipe, read_recipe
 
 if TYPE_CHECKING:
     from acemerge.pipeline import MergeResult
-    from acemerge.plan import Plan
 
 INTERRUPTED = 130
 
@@ -119,6 +118,7 @@ def merge_command(
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
+    from acemerge.display import print_result
     from acemerge.pipeline import run_merge
 
     recipe, relative_to = _recipe(models, settings, _given(method, preset, orientation, missing, dtype, shard_size))
@@ -129,7 +129,7 @@ def merge_command(
     if as_json:
         print(json.dumps(_result_json(result), indent=1))
     elif not quiet:
-        _print_result(result, verbose)
+        print_result(result, verbose)
 
 
 @app.command("plan")
@@ -151,6 +151,7 @@ def plan_command(
 
     Reads headers only: no tensor data. Reports every problem that the headers can show.
     """
+    from acemerge.display import print_plan
     from acemerge.pipeline import find_sources, make_plan
     from acemerge.writer import check_output, check_space
 
@@ -163,7 +164,7 @@ def plan_command(
     if as_json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
-        _print_plan(plan)
+        print_plan(plan)
 
 
 @app.command("methods")
@@ -253,18 +254,6 @@ def _parse_value(text: str) -> bool | int | float | str:
         except ValueError:
             pass
     return text
-
-
-def _print_plan(plan: Plan) -> None:
-    from acemerge.display import print_plan
-
-    print_plan(plan)
-
-
-def _print_result(result: MergeResult, verbose: bool) -> None:
-    from acemerge.display import print_result
-
-    print_result(result, verbose)
 
 
 def _result_json(result: MergeResult) -> dict[str, Any]:

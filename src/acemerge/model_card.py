@@ -14,7 +14,7 @@ import yaml
 from acemerge import __version__
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
-from acemerge.writer import MANIFEST, Staging, files_below
+from acemerge.writer import Staging, write_manifest
 
 if TYPE_CHECKING:
     from acemerge.pipeline import Sources
@@ -32,9 +32,7 @@ def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hash
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
     (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
-    content = manifest(plan, staging, hashes)
-    content["files"] = sorted([*files_below(folder), MANIFEST])
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_manifest(folder, manifest(plan, staging, hashes))
 
 
 _RECIPE_HEADING = f"""\

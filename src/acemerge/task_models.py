@@ -24,7 +24,7 @@ from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_che
 from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
-from acemerge.writer import MANIFEST, check_output, files_below, staged_output, write_safetensors
+from acemerge.writer import MANIFEST, check_output, staged_output, write_manifest, write_safetensors
 
 _HEAD_TENSORS = "head.safetensors"
 _HEAD_NAMES = "head.json"
@@ -181,8 +181,7 @@ def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwr
         digest = write_safetensors(staging.folder / "model.safetensors", headers, (model.read(name) for name, _ in headers))
         for path in (*model.merged.side_files(), *model.side_files):  # the expert's own files win
             shutil.copyfile(path, staging.folder / path.name)
-        manifest = {"exported": expert, "weights_sha256": digest, "files": sorted([*files_below(staging.folder), MANIFEST])}
-        (staging.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        write_manifest(staging.folder, {"exported": expert, "weights_sha256": digest})
     return output
 
 

@@ -171,11 +171,10 @@ def check_output(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> 
     for path in (given.resolve() for given in inputs):
         if place == path or place in path.parents or (path.is_dir() and path in place.parents):
             raise InputError(f"{output}: is, holds or lies in the model {path.name} that is read; choose another output")
-    if output.is_dir() and not any(output.iterdir()):
-        return
-    if output.exists() and not overwrite:
+    occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
+    if occupied and not overwrite:
         raise InputError(f"{output}: already exists; choose another output, or pass --overwrite to replace it")
-    if output.exists():
+    if occupied:
         _check_replaceable(output)
     existing = next(p for p in place.parents if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -197,6 +196,12 @@ def files_below(folder: Path) -> list[str]:
     """Every file of a folder but acemerge's working ones, by its path within it."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return sorted(path for path in paths if not path.startswith(".acemerge-"))
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the folder's own account, last: it lists every file, which is what a later --overwrite goes by."""
+    complete = {**content, "files": sorted([*files_below(folder), MANIFEST])}
+    (folder / MANIFEST).write_text(json.dumps(complete, indent=1) + "\n", encoding="utf-8")
 
 
 def check_space(output: Path, needed: int) -> str | None:
