@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook(
-    ["acemerge.linalg", "acemerge.covariance", "acemerge.methods", "acemerge.task_vectors", "acemerge.api"], "beartype.beartype"
+    ["acemerge.linalg", "acemerge.covariance", "acemerge.frame", "acemerge.methods", "acemerge.task_vectors", "acemerge.api"],
+    "beartype.beartype",
 )
 
 # A busy machine is no failure: nothing here may depend on how long an example takes.

@@ -19,6 +19,7 @@ from torch import Tensor
 from acemerge import linalg, merge_state_dicts, merge_task_vectors
 from acemerge.covariance import Experts
 from acemerge.errors import InputError
+from acemerge.frame import standard_frame
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.core_space import core_of
 from acemerge.methods.knots_ties import KnotsTiesOptions, align
@@ -728,12 +729,12 @@ def test_covariances_of_experts_as_they_are(
     monkeypatch.setattr(linalg, "_BLOCK_ELEMENTS", blocks)
     task_vectors, weights = experts(3, *shape), [0.5, 2.0]
     chosen = task_vectors[[0, 2]]
-    S, CS = Experts(task_vectors, [0, 2], centre=False).weighted_covariance(weights)
+    S, CS = Experts(task_vectors, [0, 2], standard_frame(task_vectors), centre=False).weighted_covariance(weights)
     G = [w * delta.T @ delta for w, delta in zip(weights, chosen, strict=True)]
     identity = torch.eye(shape[1], dtype=torch.float64)
     torch.testing.assert_close(S.times(identity), G[0] + G[1])
     torch.testing.assert_close(CS, chosen[0] @ G[0] + chosen[1] @ G[1])
-    merged, rank = Experts(task_vectors, [0, 2], centre=False).least_squares(weights, 1e-9)
+    merged, rank = Experts(task_vectors, [0, 2], standard_frame(task_vectors), centre=False).least_squares(weights, 1e-9)
     torch.testing.assert_close(merged, torch.from_numpy(closed_form(chosen.numpy(), weights, 1e-9)))
     assert rank == min(shape[1], 2 * shape[0])
 
@@ -900,7 +901,7 @@ def test_knots_ties_default_scale_is_the_authors() -> None:
 @every_shape
 def test_cores_hold_the_experts_without_loss(shape: tuple[int, int], rank: int) -> None:
     task_vectors = low_rank(3, *shape, min(rank, *shape))
-    core = core_of(task_vectors)
+    core = core_of(task_vectors, standard_frame(task_vectors))
     assert error(core.left @ core.cores @ core.right.T, task_vectors) <= 1e-9
     for basis in (core.left, core.right):
         assert torch.dist(basis.T @ basis, torch.eye(basis.shape[1], dtype=torch.float64)) <= 1e-9
@@ -912,7 +913,7 @@ def test_cores_of_experts_with_different_ranks_copies_and_zeros() -> None:
         (low_rank(1, 30, 24, 2), low_rank(1, 30, 24, 3, seed=7), torch.zeros(1, 30, 24, dtype=torch.float64))
     )
     task_vectors = torch.cat((task_vectors, task_vectors[:1]))
-    core = core_of(task_vectors)
+    core = core_of(task_vectors, standard_frame(task_vectors))
     assert core.cores.shape == (4, 5, 5)
     assert error(core.left @ core.cores @ core.right.T, task_vectors) <= 1e-9
 

@@ -15,29 +15,37 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from acemerge.frame import Frame
 from acemerge.linalg import DualGram, Gram, PrimalGram, add_gram, mirror_lower, pseudo_inverse, row_blocks
+
+_ROUNDING = 2.0**-44  # of what centring subtracts: what is left of a matrix whose rows are all equal
 
 
 class Experts:
-    """The experts' C_t in float64: tau_t - 1 mu_t^T with the column means mu_t if `centre`, else tau_t itself (mu_t = 0)."""
+    """The experts' C_t in float64: tau_t - 1 mu_t^T with the column means mu_t if `centre`, else tau_t itself (mu_t = 0).
 
-    def __init__(self, task_vectors: Float[Tensor, "task out in"], chosen: Sequence[int], *, centre: bool) -> None:
+    Everything here is the same in any frame, with the frame's image of the vector of ones in the place of 1.
+    """
+
+    def __init__(self, task_vectors: Float[Tensor, "task out in"], chosen: Sequence[int], frame: Frame, *, centre: bool) -> None:
         self._deltas = [task_vectors[t] for t in chosen]
         self._rows, self._columns = task_vectors.shape[1:]
+        self._ones, self._ones_squared = frame.ones_out, frame.shape[0]
         self._device = task_vectors.device
         self._means = [self._column_means(D) if centre else self._zeros(self._columns) for D in self._deltas]
 
     def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
         total = self._zeros(self._columns)
         for rows in row_blocks(self._rows, self._columns):
-            total += D[rows].double().sum(0)
-        return total / self._rows
+            total.addmv_(D[rows].double().T, self._ones[rows])
+        return total / self._ones_squared
 
     def _zeros(self, *shape: int) -> Float[Tensor, "*shape"]:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
-        return self._deltas[t][rows] - self._means[t]  # new memory, and float64 whatever the deltas are: the means are
+        shift = torch.outer(self._ones[rows], self._means[t])
+        return torch.sub(self._deltas[t][rows], shift, out=shift)  # float64 whatever the deltas are
 
     def traces(self) -> list[float]:
         """tr_t = |C_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
@@ -46,8 +54,8 @@ class Experts:
     def _trace(self, t: int) -> float:
         blocks = row_blocks(self._rows, self._columns)
         trace = math.fsum(float(self._centred(t, rows).square_().sum()) for rows in blocks)
-        rounding = torch.finfo(torch.float64).eps ** 2 * self._rows * float(self._means[t].square().sum())
-        return trace if trace > 4 * rounding else 0.0
+        removed = self._ones_squared * float(self._means[t].square().sum())  # |1 mu_t^T|^2
+        return trace if trace > _ROUNDING**2 * removed else 0.0
 
     def sums(self) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
         """sum_t tau_t, a block of rows at a time."""

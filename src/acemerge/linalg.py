@@ -92,10 +92,6 @@ class PrimalGram:
         """`a S`."""
         return a @ self.matrix
 
-    def row_sums(self) -> Float[Tensor, " n"]:
-        """`S 1`."""
-        return self.matrix.sum(1)
-
     def factorise(self, ridge: float) -> RidgeSolver:
         """`a -> a (S + ridge I)^-1`, by Cholesky in place: S is used up, and `a` is overwritten.
 
@@ -115,10 +111,6 @@ class DualGram:
     def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
         """`a S`."""
         return (a @ self.stack.T) @ self.stack
-
-    def row_sums(self) -> Float[Tensor, " n"]:
-        """`S 1`."""
-        return self.stack.T @ self.stack.sum(1)
 
     def factorise(self, ridge: float) -> RidgeSolver:
         """`a -> a (S + ridge I)^-1 = (a - a X^T (K + ridge I)^-1 X) / ridge`; K is used up."""
@@ -167,6 +159,7 @@ def leading_directions(matrix: Float[Tensor, "m n"], k: int) -> LeadingDirection
     left out, so fewer than k may come back.
     """
     m, n = matrix.shape
+    k = min(k, m, n)
     if m < n:
         flipped = leading_directions(matrix.T, k)
         return LeadingDirections(flipped.values, flipped.right, flipped.left)

@@ -20,8 +20,9 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.covariance import Experts
+from acemerge.frame import Frame
 from acemerge.linalg import Gram, leading_directions, sum_of_squares
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, method
 
 DEFAULT_EPSILON = 1e-5
 
@@ -77,22 +78,24 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     "ace",
     title="ACE-Merging",
     paper="ACE-Merging, CVPR 2026",
+    low_rank="both",
     flops=_flops,
     float64_elements=_float64_elements,
 )
-def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions) -> Merged:
+def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context: Context) -> Merged:
     """The optimal merge under each task's own input covariance, which its weight change reveals.
 
     Closed form per matrix; experts of unequal strength are normalised, a prior shared by all experts steadies the
     system, and the leading singular directions of heterogeneous tensors are refined. No data, no training.
     """
     options = options.resolve({})
+    frame = context.frame_of(task_vectors)
     energies = [sum_of_squares(D) for D in task_vectors]
     # An expert that did not change this tensor has no opinion on it.
     changed = [t for t, energy in enumerate(energies) if energy > 0]
     if not changed:
         return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
-    experts = Experts(task_vectors, changed, centre=True)
+    experts = Experts(task_vectors, changed, frame, centre=True)
     energies = [energies[t] for t in changed]
 
     gamma = heterogeneity(energies)  # step 1
@@ -103,23 +106,23 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions) -> Merg
 
     # Step 2 with its weights: S = sum_t a_t S_t, and sum_t a_t C_t S_t.
     S, CS = experts.weighted_covariance(a)
-    R = residual(experts, a, S, CS, ridge) if heterogeneous and options.refine else None
+    R = residual(experts, a, S, CS, ridge, frame) if heterogeneous and options.refine else None
     kappa = 1 / statistics.fmean(energies) if heterogeneous else 1.0
     N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
-    P = closed_form(S, N, ridge, kappa if options.prior else 0.0)  # steps 4 and 5
+    P = closed_form(S, N, ridge, kappa if options.prior else 0.0, frame)  # steps 4 and 5
     del S, N, CS  # as large as everything else here
 
     facts = {
         "active_experts": len(changed),
         "gamma": min(gamma, sys.float_info.max),
         "branch": "heterogeneous" if heterogeneous else "homogeneous",
-        "ridge_share": ridge * P.shape[1] / (ridge * P.shape[1] + math.fsum(map(float.__mul__, a, traces))),
+        "ridge_share": ridge * frame.shape[1] / (ridge * frame.shape[1] + math.fsum(map(float.__mul__, a, traces))),
     }
     if R is None:
         return Merged(P, facts)
 
     # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
-    k = math.floor(options.k_frac * min(P.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
+    k = math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
     leading = leading_directions(R.add_(P), k)
     if len(leading.values):
         P.addmm_(leading.left, leading.right.T, alpha=float(leading.values.mean()))
@@ -136,17 +139,18 @@ def covariance_weights(traces: list[float], options: AceOptions, heterogeneous: 
     return scales, [options.epsilon * scale for scale in scales]
 
 
-def closed_form(S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float) -> Float[Tensor, "out in"]:
+def closed_form(S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float, frame: Frame) -> Float[Tensor, "out in"]:
     """Steps 4 and 5: P = N (S + ridge I + 1 c^T)^-1 with the prior c = kappa * (column means of S); S and N are used up.
 
     The prior is rank one, so by Sherman-Morrison, with Z = N (S + ridge I)^-1 and u = (S + ridge I)^-1 c,
     P = Z - (Z 1) u^T / (1 + sum u). The denominator is at least 1: the system is never singular.
     """
-    c = S.row_sums() * (kappa / N.shape[1])  # S is symmetric: its row sums are its column sums
+    ones = frame.ones_in
+    c = S.times(ones[None])[0] * (kappa / frame.shape[1])  # S is symmetric: its row sums are its column sums
     divide = S.factorise(ridge)
     Z = divide(N)
     u = divide(c[None])[0]
-    return Z.addr_(Z.sum(1), u, alpha=-1 / (1 + float(u.sum())))
+    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones)))
 
 
 def heterogeneity(energies: list[float]) -> float:
@@ -160,9 +164,9 @@ def heterogeneity(energies: list[float]) -> float:
     return spread / centre**2 if centre**2 > 0 else math.inf
 
 
-def residual(experts: Experts, a: list[float], S: Gram, CS: Tensor, ridge: float) -> Float[Tensor, "out in"]:
+def residual(experts: Experts, a: list[float], S: Gram, CS: Tensor, ridge: float, frame: Frame) -> Float[Tensor, "out in"]:
     """R = sum_t D_t (Stilde_t - mean_s Sreg_s), with the uncentred D_t = C_t + 1 mu_t^T (step 6)."""
-    R = CS + experts.mean_covariance(a)
+    R = torch.addr(CS, frame.ones_out, experts.mean_covariance(a))
     for rows, D_sum in experts.sums():
         R[rows].sub_(S.times(D_sum).add_(D_sum, alpha=ridge), alpha=1 / len(a))
     return R

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acemerge.covariance import Experts
 from acemerge.linalg import changed_tasks
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, method
 
 Cut = Annotated[
     Annotated[float, Field(gt=0, lt=1)] | Literal["float32"],
@@ -49,10 +49,11 @@ def closed_form_elements(tasks: int, rows: int, columns: int) -> float:
     "actmat",
     title="ACTMat",
     paper="ACTMat, arXiv 2604.01329, 2026",
+    low_rank="both",
     flops=closed_form_flops,
     float64_elements=closed_form_elements,
 )
-def actmat(task_vectors: Float[Tensor, "task out in"], options: ActmatOptions) -> Merged:
+def actmat(task_vectors: Float[Tensor, "task out in"], options: ActmatOptions, context: Context) -> Merged:
     """The optimal merge if each expert's inputs vary as its task vector does: M = (sum_t tau_t G_t)(sum_t G_t)^+.
 
     G_t = tau_t^T tau_t: ACE's closed form without centring, normalisation, ridge, prior or refinement. Experts with long task
@@ -61,6 +62,7 @@ def actmat(task_vectors: Float[Tensor, "task out in"], options: ActmatOptions) -
     changed = changed_tasks(task_vectors)
     if not changed:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64), {"active_experts": 0})
-    experts = Experts(task_vectors, changed, centre=False)
-    M, kept = experts.least_squares([1.0] * len(changed), relative_cut(options.rtol, task_vectors.shape[2]))
+    frame = context.frame_of(task_vectors)
+    experts = Experts(task_vectors, changed, frame, centre=False)
+    M, kept = experts.least_squares([1.0] * len(changed), relative_cut(options.rtol, frame.shape[1]))
     return Merged(M, {"active_experts": len(changed), "kept_directions": kept})

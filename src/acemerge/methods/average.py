@@ -20,6 +20,7 @@ class AverageOptions(Options):
     title="Weight averaging",
     paper="Wortsman et al., Model soups, ICML 2022",
     touches="all",
+    low_rank="both",
 )
 def average(task_vectors: Float[Tensor, "task *shape"], options: AverageOptions) -> Float[Tensor, "*shape"]:  # noqa: ARG001
     """The mean of the experts: M = mean_t (W_t - W0), on every floating-point tensor but the task heads.

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.linalg import directions_elements, directions_flops, leading_directions, weighted_sum
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.thresholds import count_of_share
 
 
@@ -28,20 +28,21 @@ class CartOptions(Options):
     "cart",
     title="CART",
     paper="Choi et al., Revisiting weight averaging for model merging, 2024",
+    low_rank="both",
     flops=lambda tasks, rows, columns: tasks * directions_flops(rows, columns, round(0.12 * min(rows, columns))),
     float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
         4.0 * rows * columns + directions_elements(rows, columns, round(0.12 * min(rows, columns)))
     ),
 )
-def cart(task_vectors: Float[Tensor, "task out in"], options: CartOptions) -> Merged:
+def cart(task_vectors: Float[Tensor, "task out in"], options: CartOptions, context: Context) -> Merged:
     """The average, plus a low-rank part of every expert's distance from it.
 
     A = mean_t tau_t; M = A + lambda sum_t SVD_k(tau_t - A), k = max(1, floor(rho min(out, in))). For three experts or more:
     with two, the residuals are opposite and cancel, and CART is weight averaging whatever its options.
     """
-    tasks, rows, columns = task_vectors.shape
+    tasks = len(task_vectors)
     average = weighted_sum(task_vectors, [1 / tasks] * tasks)
-    k = max(1, count_of_share(min(rows, columns), options.rank)) if options.rank else 0
+    k = max(1, count_of_share(min(context.frame_of(task_vectors).shape), options.rank)) if options.rank else 0
     M = average.clone()
     for task_vector in task_vectors:
         residual = leading_directions(task_vector - average, k)

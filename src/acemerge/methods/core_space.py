@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
+from acemerge.frame import Frame
 from acemerge.linalg import directions_flops, fixed_signs, leading_directions
 from acemerge.methods.registry import Alpha, Context, Merged, Method, Options, Statistics, get_method, method
 
@@ -50,14 +51,18 @@ class Core:
     cores: Float[Tensor, "task p q"]
 
 
-def core_of(task_vectors: Float[Tensor, "task out in"]) -> Core:
-    """Bases of what all experts write (columns) and read (rows), from truncated SVDs tau_t = B_t A_t at the numerical rank."""
+def core_of(task_vectors: Float[Tensor, "task out in"], frame: Frame) -> Core:
+    """Bases of what all experts write (columns) and read (rows), from truncated SVDs tau_t = B_t A_t at the numerical rank.
+
+    A basis is given up to signs. They are fixed in the tensor's own coordinates, so that they do not depend on the frame's.
+    """
     written, read = [], []
     for task_vector in task_vectors:
         own = leading_directions(task_vector.double(), min(task_vector.shape))
         written.append(own.left * own.values.sqrt())
         read.append(own.right * own.values.sqrt())
     left, right = _basis(written), _basis(read)
+    left, right = left * fixed_signs(frame.to_left(left)), right * fixed_signs(frame.to_right(right.T).T)
     return Core(left, right, torch.stack([left.T @ task_vector.double() @ right for task_vector in task_vectors]))
 
 
@@ -65,8 +70,7 @@ def _basis(factors: list[Tensor]) -> Float[Tensor, "side p"]:
     """An orthonormal basis of all the factors' columns; the factors are used up."""
     stacked = torch.cat(factors, 1)
     factors.clear()
-    basis = leading_directions(stacked, min(stacked.shape)).left
-    return basis * fixed_signs(basis)
+    return leading_directions(stacked, min(stacked.shape)).left
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class CoreStatistics:
 
     def observe(self, task_vectors: Tensor, context: Context) -> None:
         """See one tensor."""
-        self.inner.observe(core_of(task_vectors).cores, context)
+        self.inner.observe(core_of(task_vectors, context.frame_of(task_vectors)).cores, replace(context, frame=None))
 
     def end_pass(self) -> bool:
         """As the inner method says."""
@@ -96,6 +100,7 @@ def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> CoreStat
     paper="Panariello et al., Accurate and efficient low-rank model merging in core space, NeurIPS 2025",
     rest="keep",
     statistics=_statistics,
+    low_rank=lambda options: "both" if options.inner != "nan" else None,  # which may ask for the norms of whole weights
     flops=lambda tasks, rows, columns: (2 * tasks + 2) * directions_flops(rows, columns, min(rows, columns)),
     float64_elements=lambda tasks, rows, columns: (
         tasks * (2.0 * (rows + columns) * min(rows, columns) + rows * columns) + 3.0 * min(max(rows, columns), tasks * rows) ** 2
@@ -107,13 +112,15 @@ def core_space(task_vectors: Float[Tensor, "task out in"], options: CoreSpaceOpt
     tau_t = U C_t V^T with bases common to all experts; M = U g(C_1, ..., C_T) V^T for the method g named by `inner`. Directions
     that no expert has cannot disturb g. Made for LoRA experts; with full-rank experts it is a rotation of the full space.
     """
-    core = core_of(task_vectors)
+    core = core_of(task_vectors, context.frame_of(task_vectors))
     p, q = core.cores.shape[1:]
     if not p or not q:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))
     inner, inner_options = options.inner_method()
-    base = None if context.base is None else core.left.T @ context.base.to(core.left) @ core.right
+    base = None
+    if context.base is not None and context.frame is None:  # with a frame nobody asks for it: see `low_rank` above
+        base = core.left.T @ context.base.to(core.left) @ core.right
     gathered = context.statistics.inner if isinstance(context.statistics, CoreStatistics) else None
-    merged = inner(core.cores, inner_options, replace(context, base=base, statistics=gathered))
+    merged = inner(core.cores, inner_options, replace(context, base=base, statistics=gathered, frame=None))
     facts = {"core_rows": p, "core_columns": q, **merged.facts}
     return replace(merged, delta=core.left @ merged.delta.double() @ core.right.T, facts=facts)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.linalg import directions_elements, directions_flops, leading_directions, weighted_sum
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, method
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class IsoCOptions(Options):
     "iso_c",
     title="Iso-C",
     paper="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
+    low_rank="both",
     flops=lambda tasks, rows, columns: (
         directions_flops(rows, columns, min(rows, columns)) + 2.0 * (min(rows, columns) + tasks) * rows * columns
     ),
@@ -27,14 +28,14 @@ class IsoCOptions(Options):
         3.0 * rows * columns + directions_elements(rows, columns, min(rows, columns))
     ),
 )
-def iso_c(task_vectors: Float[Tensor, "task out in"], options: IsoCOptions) -> Merged:  # noqa: ARG001
+def iso_c(task_vectors: Float[Tensor, "task out in"], options: IsoCOptions, context: Context) -> Merged:  # noqa: ARG001
     """The sum of the experts with a flat spectrum: every singular direction counts the same.
 
     sum_t tau_t = U diag(s) V^T, M = mean(s) U V^T. Directions that the sum does not have (LoRA experts) get no weight. Authors
     tune alpha on validation data, usually to 1.3-1.5. One expert does not come back unchanged: its spectrum is flattened too.
     """
     total = weighted_sum(task_vectors, [1.0] * len(task_vectors))
-    r = min(total.shape)
+    r = min(context.frame_of(task_vectors).shape)
     directions = leading_directions(total, r)
     rank = len(directions.values)
     mean = float(directions.values.sum()) / r  # of all r values, zeros included

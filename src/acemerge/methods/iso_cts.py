@@ -20,7 +20,7 @@ from acemerge.linalg import (
     sum_of_squares,
     weighted_sum,
 )
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.methods.tsv_m import orthogonalise, orthogonalised_elements, orthogonalised_flops
 from acemerge.thresholds import count_of_share
 
@@ -39,6 +39,7 @@ class IsoCtsOptions(Options):
     "iso_cts",
     title="Iso-CTS",
     paper="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
+    low_rank="both",
     flops=lambda tasks, rows, columns: (
         (tasks + 1) * directions_flops(rows, columns, round(0.8 * min(rows, columns))) + orthogonalised_flops(rows, columns)
     ),
@@ -49,13 +50,13 @@ class IsoCtsOptions(Options):
         )
     ),
 )
-def iso_cts(task_vectors: Float[Tensor, "task out in"], options: IsoCtsOptions) -> Merged:
+def iso_cts(task_vectors: Float[Tensor, "task out in"], options: IsoCtsOptions, context: Context) -> Merged:
     """Iso-C with part of its directions given back to the single experts.
 
     The leading directions of the sum, and of each expert's remainder outside their column space, are orthogonalised and all
     get the mean of their singular values. Not symmetric in rows and columns. f = 1, or one expert, is Iso-C.
     """
-    changed, r = changed_tasks(task_vectors), min(task_vectors.shape[1:])
+    changed, r = changed_tasks(task_vectors), min(context.frame_of(task_vectors).shape)
     if not changed:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))
     each = round((r - count_of_share(r, options.common)) / len(changed))  # halves to even, as in the release

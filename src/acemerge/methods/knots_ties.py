@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.dropping import Seed, drop
+from acemerge.frame import Frame
 from acemerge.linalg import directions_elements, directions_flops, fixed_signs, leading_directions
 from acemerge.methods.registry import Alpha, Context, Merged, method
 from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
@@ -55,12 +56,17 @@ def align(task_vectors: Float[Tensor, "task out in"], options: KnotsTiesOptions,
     kept[-1:] = True  # experts that are all tiny still have a leading direction
     U, s, V = found.left[:, kept], found.values[kept], found.right[:, kept]
     del found
-    signs = fixed_signs(U)
+    signs = fixed_signs(_in_full(U, options, context.frame_of(task_vectors)))
     before, after = (s, torch.ones_like(s)) if options.spectrum == "before" else (torch.ones_like(s), s)
     Z = V.mul_(signs * before).to(task_vectors.dtype).T.reshape(-1, tasks, columns).transpose(0, 1)
     if options.drop:
         Z = torch.stack([drop(Z_t, 1 - options.drop, "inverse", context.generator(options.seed, t)) for t, Z_t in enumerate(Z)])
     return Aligned(U * (signs * after), Z, unique=not bool((s.diff() <= 1e-12 * s[-1:]).any()))
+
+
+def _in_full(basis: Float[Tensor, "p k"], options: KnotsTiesOptions, frame: Frame) -> Float[Tensor, "full k"]:
+    """The basis in the tensor's own coordinates."""
+    return frame.to_left(basis) if options.shared == "output" else frame.to_right(basis.T).T
 
 
 def oriented(task_vectors: Float[Tensor, "task out in"], options: KnotsTiesOptions) -> Float[Tensor, "task _ _"]:
@@ -78,6 +84,7 @@ def _statistics(options: KnotsTiesOptions, experts: tuple[str, ...]) -> TiesStat
     paper="Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
     rest="keep",
     statistics=_statistics,
+    low_rank=lambda options: "out" if options.shared == "output" else "in",  # coordinates on the other side are trimmed
     flops=lambda tasks, rows, columns: 4.0 * directions_flops(rows, tasks * columns, min(rows, tasks * columns)),
     float64_elements=lambda tasks, rows, columns: (
         (2.0 * tasks + 3) * rows * columns + directions_elements(rows, tasks * columns, min(rows, tasks * columns))

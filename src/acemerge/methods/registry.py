@@ -30,6 +30,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from acemerge.errors import InputError, did_you_mean
+from acemerge.frame import Frame, Sides, standard_frame
 
 ENTRY_POINT_GROUP = "acemerge.methods"
 
@@ -64,6 +65,12 @@ class Context:
     """W0, oriented like the task vectors, in its stored dtype."""
     statistics: Any = None
     """What the method's statistics pass gathered."""
+    frame: Frame | None = None
+    """The coordinates that the task vectors are given in; those of the tensor itself by default."""
+
+    def frame_of(self, task_vectors: Float[Tensor, "task *shape"]) -> Frame:
+        """The coordinates of these task vectors."""
+        return self.frame or standard_frame(task_vectors)
 
     def generator(self, seed: int, task: int) -> torch.Generator:
         """Random numbers that depend on the seed, the expert and the tensor's name only: not on order, threads or shards."""
@@ -103,6 +110,7 @@ class Merged:
 
 Kernel = Callable[..., "Merged | Tensor"]
 Cost = Callable[[int, int, int], float]
+LowRank = Sides | Callable[[Any], Sides | None] | None
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 
 
@@ -122,8 +130,13 @@ class Method:
     experts: int | None
     ordered: bool
     per_task: bool
+    low_rank: LowRank
     flops: Cost
     float64_elements: Cost
+
+    def core_sides(self, options: Options) -> Sides | None:
+        """On which sides of low-rank task vectors it may work in their small common core instead; None: on neither."""
+        return self.low_rank(options) if callable(self.low_rank) else self.low_rank
 
     def __call__(self, task_vectors: Float[Tensor, "task *shape"], options: Options, context: Context | None = None) -> Merged:
         """alpha * M, in the precision the method worked in, with the method's facts.
@@ -228,6 +241,7 @@ def method(
     experts: int | None = None,
     ordered: bool = False,
     per_task: bool = False,
+    low_rank: LowRank = None,
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
 ) -> Callable[[Kernel], Kernel]:
@@ -236,7 +250,9 @@ def method(
     `touches` says which tensors it is for: "matrices", the others being averaged or kept as `rest` says, or "all"
     floating-point tensors. `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its
     options need no such pass. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
-    their order matters; `per_task` that it makes one model per task, not one merged model.
+    their order matters; `per_task` that it makes one model per task, not one merged model. `low_rank`, or what it gives
+    for the options, names the sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts
+    are then merged in their small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns). The summary shown to users is the function's docstring.
     """
@@ -246,7 +262,7 @@ def method(
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
             options_type=options_type, kernel=kernel, statistics=statistics, experts=experts, ordered=ordered, per_task=per_task,
-            flops=flops, float64_elements=float64_elements,
+            low_rank=low_rank, flops=flops, float64_elements=float64_elements,
         )  # fmt: skip
         return kernel
 

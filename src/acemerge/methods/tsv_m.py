@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.linalg import LeadingDirections, changed_tasks, directions_elements, directions_flops, leading_directions, polar
-from acemerge.methods.registry import Fact, Merged, Options, method
+from acemerge.methods.registry import Context, Fact, Merged, Options, method
 
 SAME_DIRECTION = 1e-5
 """Experts' directions closer than this (in radians) are one: their difference is float32 rounding, not something to amplify."""
@@ -66,6 +66,7 @@ def orthogonalise(directions: Sequence[LeadingDirections]) -> Orthogonalised:
     "tsv_m",
     title="TSV-M",
     paper="Gargiulo et al., Task singular vectors, CVPR 2025",
+    low_rank="both",
     flops=lambda tasks, rows, columns: (
         tasks * directions_flops(rows, columns, min(rows, columns) // tasks) + orthogonalised_flops(rows, columns)
     ),
@@ -76,13 +77,13 @@ def orthogonalise(directions: Sequence[LeadingDirections]) -> Orthogonalised:
         )
     ),
 )
-def tsv_m(task_vectors: Float[Tensor, "task out in"], options: TsvMOptions) -> Merged:  # noqa: ARG001
+def tsv_m(task_vectors: Float[Tensor, "task out in"], options: TsvMOptions, context: Context) -> Merged:  # noqa: ARG001
     """An equal share of each expert's leading singular directions, freed from interference by orthogonalising them.
 
     k = floor(r / T) triples of each expert, stacked as U, s, V: M = polar(U) diag(s) polar(V)^T. Experts that did not change a
     matrix do not count in T. One expert comes back unchanged.
     """
-    changed, r = changed_tasks(task_vectors), min(task_vectors.shape[1:])
+    changed, r = changed_tasks(task_vectors), min(context.frame_of(task_vectors).shape)
     k = r // len(changed) if changed else 0
     if k == 0:
         few = f"{len(changed)} experts share the {r} directions of this matrix: none is left for each, so it stays at the base"

@@ -14,7 +14,7 @@ from torch import Tensor
 from acemerge.covariance import Experts
 from acemerge.linalg import sum_of_squares, weighted_sum
 from acemerge.methods.actmat import Cut, closed_form_elements, closed_form_flops, relative_cut
-from acemerge.methods.registry import Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, method
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,12 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
     title="WUDI-Merging",
     paper="Cheng et al., Whoever started the interference should end it, ICML 2025",
     rest="keep",
+    # Adam divides entry by entry: its steps depend on the coordinates, and leave the span of the experts.
+    low_rank=lambda options: "both" if options.mode == "closed_form" else None,
     flops=_flops,
     float64_elements=lambda tasks, rows, columns: closed_form_elements(tasks, rows, columns) + 2.0 * rows * columns,
 )
-def wudi(task_vectors: Float[Tensor, "task out in"], options: WudiOptions) -> Merged:
+def wudi(task_vectors: Float[Tensor, "task out in"], options: WudiOptions, context: Context) -> Merged:
     """Minimise the interference sum_t |(M - tau_t) tau_t^T|^2 / |tau_t|^2, without data.
 
     As published: 300 Adam steps from the sum of the task vectors, far from convergence. mode=closed_form gives the minimiser.
@@ -54,10 +56,11 @@ def wudi(task_vectors: Float[Tensor, "task out in"], options: WudiOptions) -> Me
     changed = [t for t, energy in enumerate(energies) if energy > 0]
     if not changed:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64), {"active_experts": 0})
-    experts = Experts(task_vectors, changed, centre=False)
+    frame = context.frame_of(task_vectors)
+    experts = Experts(task_vectors, changed, frame, centre=False)
     weights = [1 / energies[t] for t in changed]
     if options.mode == "closed_form":
-        M, kept = experts.least_squares(weights, relative_cut(options.rtol, task_vectors.shape[2]))
+        M, kept = experts.least_squares(weights, relative_cut(options.rtol, frame.shape[1]))
         return Merged(M, {"active_experts": len(changed), "kept_directions": kept})
     start = weighted_sum(task_vectors, [1.0] * len(task_vectors))
     return Merged(descend(experts, weights, start, options), {"active_experts": len(changed)})
