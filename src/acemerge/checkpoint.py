@@ -23,6 +23,8 @@ from acemerge.errors import InputError, PreflightError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from acemerge.adapter import Change
+
 # safetensors' names for dtypes -> torch's, and the size of one element in bytes.
 _SAFETENSORS_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -88,6 +90,8 @@ class Checkpoint:
     files: tuple[Path, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors stored under a second name, -> the first name."""
+    changes: Mapping[str, Change] | None = None
+    """Of an adapter: tensors given as a change of the base's. Its others are values, and what it does not have is the base's."""
 
     @property
     def folder(self) -> Path | None:
@@ -107,6 +111,11 @@ class Checkpoint:
         """How messages name it."""
         return f"'{self.name}' ({self.location})" if self.location else f"'{self.name}'"
 
+    def stored(self, name: str) -> list[tuple[str, Tensor]]:
+        """What the files hold for a tensor, by the names there: its value, or what its change is made of."""
+        change = self.changes.get(name) if self.changes else None
+        return [(key, change.read(key)) for key in change.stored_names] if change else [(name, self.read(name))]
+
     def side_files(self) -> Iterator[Path]:
         """Files beside the weights, at the folder's top level: config, tokenizer, preprocessor, chat template..."""
         if self.folder is None:
@@ -118,7 +127,7 @@ class Checkpoint:
                 yield path
 
 
-NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_args.bin"}
+NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_args.bin", "adapter_config.json"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -135,9 +144,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def open_checkpoint(path: Path, name: str) -> Checkpoint:
     """Open a Hugging Face folder or a single weights file; reads headers only."""
     files = _weight_files(path)
-    parts = [_open_file(file) for file in files]
+    parts = [open_file(file) for file in files]
     tensors: dict[str, TensorHeader] = {}
-    owner: dict[str, _WeightsFile] = {}
+    owner: dict[str, WeightsFile] = {}
     for part in parts:
         for tensor, header in part.tensors.items():
             if tensor in owner:
@@ -170,10 +179,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise InputError(f"{path}: not a weights file; expected a folder or one of {', '.join(WEIGHT_SUFFIXES)}")
         return [path]
     if (path / "adapter_config.json").is_file():
-        raise InputError(
-            f"{path}: a PEFT adapter, not a full model. Merge it into its base first "
-            "(peft's merge_and_unload, then save_pretrained) and give that folder"
-        )
+        raise InputError(f"{path}: a PEFT adapter, not a full model; give it as an expert, after the base it belongs to")
     for stem, kind in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = path / f"{stem}.{kind}.index.json"
         if index.is_file():
@@ -220,7 +226,7 @@ def _unindexed_files(path: Path) -> list[Path]:
     raise InputError(f"{path}: expected model.safetensors, pytorch_model.bin or an index of shards; found {found_names}")
 
 
-def _check_index(path: Path, owner: Mapping[str, _WeightsFile]) -> None:
+def _check_index(path: Path, owner: Mapping[str, WeightsFile]) -> None:
     """Every tensor the index promises must be in the shard it names."""
     index = next((path / f"{stem}.index.json" for stem in ("model.safetensors", "pytorch_model.bin")
                   if path.is_dir() and (path / f"{stem}.index.json").is_file()), None)  # fmt: skip
@@ -239,18 +245,21 @@ def _check_index(path: Path, owner: Mapping[str, _WeightsFile]) -> None:
 
 
 @dataclass(frozen=True)
-class _WeightsFile:
+class WeightsFile:
+    """One file: its tensors' headers, and a way to read each lazily."""
+
     path: Path
     tensors: Mapping[str, TensorHeader]
     read: Callable[[str], Tensor]
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
-def _open_file(path: Path) -> _WeightsFile:
+def open_file(path: Path) -> WeightsFile:
+    """Open one weights file, whatever its format; reads its header only."""
     return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
 
 
-def _open_safetensors(path: Path) -> _WeightsFile:
+def _open_safetensors(path: Path) -> WeightsFile:
     if not os.access(path, os.R_OK):
         raise InputError(f"{path}: cannot be read; you lack the permission")
     try:
@@ -264,14 +273,14 @@ def _open_safetensors(path: Path) -> _WeightsFile:
             headers[name] = TensorHeader(_SAFETENSORS_DTYPES[dtype], tuple(entry.get_shape()))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({error}). Download or save it again.") from None
-    return _WeightsFile(path, headers, handle.get_tensor)
+    return WeightsFile(path, headers, handle.get_tensor)
 
 
-def _open_pickle(path: Path) -> _WeightsFile:
+def _open_pickle(path: Path) -> WeightsFile:
     """A torch.save file, read without running code and, unless it is in torch's pre-1.6 format, memory-mapped."""
     state_dict = _unwrap(_load_weights_only(path), path)
     headers = {name: _header_of(tensor) for name, tensor in state_dict.items()}
-    return _WeightsFile(path, headers, state_dict.__getitem__, _shared_storage(state_dict))
+    return WeightsFile(path, headers, state_dict.__getitem__, _shared_storage(state_dict))
 
 
 def _load_weights_only(path: Path) -> Any:

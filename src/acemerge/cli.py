@@ -127,7 +127,7 @@ def merge_command(
         offline=offline, quiet=quiet or as_json,
     )  # fmt: skip
     if as_json:
-        print(json.dumps(_result_json(result), indent=1))
+        _print_json(_result_json(result))
     elif not quiet:
         print_result(result, verbose)
 
@@ -162,7 +162,7 @@ def plan_command(
     if output is not None and (problem := check_space(output, plan.output_bytes)):
         raise InputError(problem)
     if as_json:
-        print(json.dumps(plan.to_json(), indent=1))
+        _print_json(plan.to_json())
     else:
         print_plan(plan)
 
@@ -179,7 +179,7 @@ def methods_command(
 
     chosen = [get_method(name)] if name else all_methods()
     if as_json:
-        print(json.dumps([method_json(method) for method in chosen], indent=1))
+        _print_json([method_json(method) for method in chosen])
     elif name:
         describe_method(chosen[0])
     else:
@@ -254,6 +254,13 @@ def _parse_value(text: str) -> bool | int | float | str:
         except ValueError:
             pass
     return text
+
+
+def _print_json(content: Any) -> None:
+    try:
+        print(json.dumps(content, indent=1), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough: nothing went wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _result_json(result: MergeResult) -> dict[str, Any]:

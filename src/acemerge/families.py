@@ -5,6 +5,7 @@ Everything here is data about names and shapes; no tensor is read. Adding a fami
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -186,15 +187,29 @@ def align_names(base: Mapping[str, TensorHeader], expert: Mapping[str, TensorHea
     return {name: ours.get(aligned, aligned) for name, aligned in exchanged.items()}
 
 
+# Old name -> today's. The first BERT checkpoints say gamma and beta. ViT's files keep names that its modules no longer have, and
+# adapters go by the modules; BERT's modules are renamed along with them, alike on both sides, which does no harm.
+_RENAMED = (
+    (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
+    (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
+    (re.compile(r"encoder\.layer\.(\d+)\.attention\.attention\.(q|k|v)(uery|ey|alue)\."), r"layers.\1.attention.\2_proj."),
+    (re.compile(r"encoder\.layer\.(\d+)\.attention\.output\.dense\."), r"layers.\1.attention.o_proj."),
+    (re.compile(r"encoder\.layer\.(\d+)\.intermediate\.dense\."), r"layers.\1.mlp.fc1."),
+    (re.compile(r"encoder\.layer\.(\d+)\.output\.dense\."), r"layers.\1.mlp.fc2."),
+    (re.compile(r"encoder\.layer\.(\d+)\.layernorm_"), r"layers.\1.layernorm_"),
+)
+
+
 def _modern(name: str) -> str:
-    """A LayerNorm's parameters as they are called today; the first BERT checkpoints say gamma and beta.
+    """A tensor's name as it is today.
 
     >>> _modern("bert.embeddings.LayerNorm.gamma")
     'bert.embeddings.LayerNorm.weight'
+    >>> _modern("vit.encoder.layer.0.attention.attention.query.weight")
+    'vit.layers.0.attention.q_proj.weight'
     """
-    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
-        if name.endswith(old):
-            return name.removesuffix(old) + new
+    for old, new in _RENAMED:
+        name = old.sub(new, name)
     return name
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 
-from acemerge.checkpoint import open_checkpoint
+from acemerge.adapter import is_adapter, open_adapter
+from acemerge.checkpoint import Checkpoint, open_checkpoint
 from acemerge.engine.local import LocalEngine
 from acemerge.errors import InputError, PreflightError
+from acemerge.families import choose_family
 from acemerge.model_card import write_documents
 from acemerge.plan import Plan
 from acemerge.planner import build_plan
@@ -103,7 +105,7 @@ def make_plan(recipe: Recipe, sources: Sources) -> Plan:
     experts = []
     for source, name in zip(sources.experts, sources.names[1:], strict=True):
         try:
-            experts.append(open_checkpoint(source.path, name))
+            experts.append(_open_expert(source.path, name, base, recipe.preset))
         except PreflightError as error:
             problems.extend(error.problems)
         except InputError as error:
@@ -111,6 +113,12 @@ def make_plan(recipe: Recipe, sources: Sources) -> Plan:
     if problems:
         raise PreflightError(problems)
     return build_plan(recipe, base, experts, base.config)
+
+
+def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:
+    if is_adapter(path):
+        return open_adapter(path, name, base, choose_family(preset, base.config, base.tensors))
+    return open_checkpoint(path, name)
 
 
 def _unique_names(sources: Sequence[Source], given: Sequence[str | None]) -> tuple[str, ...]:

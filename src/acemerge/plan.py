@@ -16,6 +16,7 @@ from typing import Any, Literal
 from acemerge import __version__
 from acemerge.checkpoint import Checkpoint, TensorHeader, element_size
 from acemerge.families import Family
+from acemerge.frame import Sides
 from acemerge.methods import Method, Options, get_method
 from acemerge.recipe import Recipe
 
@@ -24,10 +25,10 @@ Action = Literal["merged", "averaged", "kept", "copied"]
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """Where one expert keeps its version of a tensor."""
+    """Where one expert keeps its version of a tensor; without a name, the expert is an adapter that leaves it as it is."""
 
     expert: int
-    name: str
+    name: str | None
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class PlannedTensor:
     options: Options | None = None
     transposed: bool = False
     experts: tuple[ExpertTensor, ...] = ()
+    core: Sides | None = None
+    """Adapters are merged in their common low-rank core on these sides; None: as whole matrices."""
+    rank: int = 0
+    """The sum of the adapters' ranks, if there is a core."""
 
     @property
     def output_bytes(self) -> int:
@@ -56,15 +61,30 @@ class PlannedTensor:
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
-        """(tasks, out, in) as the method sees it; a tensor that is not a matrix counts as one row."""
+        """(tasks, out, in) as the method sees it; a tensor that is not a matrix counts as one row, unless it has a core."""
         shape = self.header.shape
-        rows, columns = shape if len(shape) == 2 else (1, self.header.elements)
+        rows = shape[0] if len(shape) == 2 or self.core else 1
+        columns = self.header.elements // max(1, rows)
         return (len(self.experts), columns, rows) if self.transposed else (len(self.experts), rows, columns)
+
+    @property
+    def core_shape(self) -> tuple[int, int, int]:
+        """(tasks, p, q) of what the method sees: the cores, where there are any."""
+        tasks, rows, columns = self.matrix_shape
+        rows = min(rows, self.rank + 1) if self.core in ("both", "out") else rows
+        columns = min(columns, self.rank) if self.core in ("both", "in") else columns
+        return tasks, rows, columns
 
     @property
     def flops(self) -> float:
         """Estimated operations."""
-        return get_method(self.method).flops(*self.matrix_shape) if self.method else 0.0
+        if not self.method:
+            return 0.0
+        work = get_method(self.method).flops(*self.core_shape)
+        if self.core:  # to the core by QR, and back
+            _, rows, columns = self.matrix_shape
+            work += 4.0 * (rows + columns) * self.rank**2 + 2.0 * rows * columns * self.rank
+        return work
 
     @property
     def peak_memory(self) -> int:
@@ -72,6 +92,12 @@ class PlannedTensor:
         if self.method is None:
             return self.output_bytes
         size = 8 if self.header.dtype == "float64" else 4
+        if self.core:
+            tasks, p, q = self.core_shape
+            _, rows, columns = self.matrix_shape
+            bases = 3.0 * (rows + columns) * (self.rank + 1)
+            working = tasks * p * q + get_method(self.method).float64_elements(tasks, p, q)
+            return int(8 * (bases + working) + self.output_bytes + self.header.elements * size)
         working = get_method(self.method).float64_elements(*self.matrix_shape) * 8
         return int(
             len(self.experts) * self.header.elements * size + max(working, self.header.elements * size) + self.output_bytes
@@ -206,4 +232,6 @@ def tensor_record(tensor: PlannedTensor, shard: str, experts: Sequence[Checkpoin
         record["options"] = asdict(tensor.options)
         record["orientation"] = "stored [in, out], merged as [out, in]" if tensor.transposed else "as stored"
         record["experts"] = {experts[source.expert].name: source.name for source in tensor.experts}
+        if any(expert.changes is not None for expert in experts):
+            record["route"] = f"core of rank {tensor.rank}" if tensor.core else "dense"
     return record

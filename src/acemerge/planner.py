@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from acemerge.adapter import LoraChange
 from acemerge.checkpoint import Checkpoint, TensorHeader
 from acemerge.errors import InputError, PreflightError
 from acemerge.families import (
@@ -17,10 +18,13 @@ from acemerge.families import (
     matches,
     may_be_added,
 )
+from acemerge.frame import Sides
 from acemerge.methods import Method, Options, get_method
 from acemerge.plan import Action, ExpertTensor, Plan, PlannedHead, PlannedTensor, per_task_methods
 from acemerge.recipe import Recipe, TensorRule
 from acemerge.tied import tied_names
+
+_ABSENT, _UNCHANGED = "no expert has it", "no adapter changes it"
 
 
 def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], config: Mapping[str, Any]) -> Plan:
@@ -43,6 +47,7 @@ class _Planner:
         # expert index -> {name in the base: name in the expert}
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
         self.used_rules: set[int] = set()
+        self.only_adapters = all(expert.changes is not None for expert in experts)
 
     def plan(self) -> Plan:
         self._check_models()
@@ -104,7 +109,7 @@ class _Planner:
             return without_method("kept", "a task head; each expert's own is in heads/")
         sources = self._sources(name)
         if not sources:
-            return without_method("kept", "no expert has it")
+            return without_method("kept", _UNCHANGED if self.only_adapters else _ABSENT)
         action, reason = self._fate(name, header, rule)
         if action == "kept":
             self._note_shapes(name, header, sources)
@@ -117,7 +122,8 @@ class _Planner:
         transposed = (
             self.recipe.orientation == "canonical" and is_matrix and is_stored_in_out(name, self.family, self.base.tensors)
         )
-        return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources)
+        core, rank = self._core(sources, method.core_sides(options))
+        return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources, core, rank)
 
     def _rule_for(self, name: str) -> TensorRule | None:
         for index, rule in enumerate(self.recipe.tensors):
@@ -156,23 +162,39 @@ class _Planner:
         return "merged", asked
 
     def _sources(self, name: str) -> tuple[ExpertTensor, ...]:
-        found = ((index, names.get(name)) for index, names in enumerate(self.names))
-        return tuple(ExpertTensor(index, own_name) for index, own_name in found if own_name is not None)
+        """The experts that have it, in order; adapters that leave it as it is count, if anybody changes it."""
+        found = [ExpertTensor(index, names.get(name)) for index, names in enumerate(self.names)]
+        if all(source.name is None for source in found):
+            return ()
+        return tuple(source for source in found if source.name is not None or self.experts[source.expert].changes is not None)
+
+    def _core(self, sources: Sequence[ExpertTensor], sides: Sides | None) -> tuple[Sides | None, int]:
+        """Whether all experts change it by low-rank factors that the method can merge as such; and the sum of their ranks."""
+        rank = 0
+        for source in sources:
+            if source.name is None:
+                continue
+            change = (self.experts[source.expert].changes or {}).get(source.name)
+            if not isinstance(change, LoraChange) or not change.is_low_rank:
+                return None, 0
+            rank += change.rank
+        return (sides, rank) if sides else (None, 0)
+
+    def _present(self, sources: Sequence[ExpertTensor]) -> list[tuple[Checkpoint, str]]:
+        return [(self.experts[source.expert], source.name) for source in sources if source.name is not None]
 
     def _note_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
         """A kept tensor of another shape, such as a larger vocabulary, is no obstacle, but worth knowing."""
-        for source in sources:
-            expert = self.experts[source.expert]
-            theirs = expert.tensors[source.name].shape
+        for expert, their_name in self._present(sources):
+            theirs = expert.tensors[their_name].shape
             if theirs != header.shape:
                 self.notes.append(
                     f"'{name}' is {list(theirs)} in expert '{expert.name}', {list(header.shape)} in the base, whose value is kept"
                 )
 
     def _check_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
-        for source in sources:
-            expert = self.experts[source.expert]
-            theirs = expert.tensors[source.name]
+        for expert, their_name in self._present(sources):
+            theirs = expert.tensors[their_name]
             if theirs.shape != header.shape:
                 self.problems.append(
                     f"tensor '{name}': shape {list(header.shape)} in base {self.base.where}, {list(theirs.shape)} in expert "
@@ -199,7 +221,7 @@ class _Planner:
                     f"expert {expert.where} lacks {listing}, which other experts have; complete its files, or pass "
                     "--missing skip to merge those tensors from the experts that have them"
                 )
-        unmatched = [tensor.name for tensor in tensors if tensor.reason == "no expert has it"]
+        unmatched = [tensor.name for tensor in tensors if tensor.reason == _ABSENT]
         if unmatched:
             self.notes.append(f"no expert has {_some(unmatched)}: kept at the base")
         if not any(tensor.method for tensor in tensors) and not self.problems:

@@ -40,5 +40,6 @@ def _run_passes(
         number += 1
         progress.say(f"statistics pass {number}: {len(tensors)} tensors")
         for planned in tensors:
-            statistics.observe(load_task_vectors(plan, planned, device), tensor_context(plan, planned))
+            task_vectors, frame = load_task_vectors(plan, planned, device)
+            statistics.observe(task_vectors, tensor_context(plan, planned, frame))
         more = statistics.end_pass()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from acemerge.adapter import LoraChange
+from acemerge.checkpoint import Checkpoint
 from acemerge.errors import MergeError
+from acemerge.frame import Factors, Frame, to_cores
 from acemerge.linalg import sum_of_squares
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.registry import Fact
@@ -39,7 +42,7 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     dtype = getattr(torch, planned.output_dtype)
     if planned.method is None or planned.options is None:
         return MergedTensor(base.to(dtype), {})
-    task_vectors = load_task_vectors(plan, planned, device)
+    task_vectors, frame = load_task_vectors(plan, planned, device)
     energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
     if not all(map(math.isfinite, energies)) and _all_equal_base(plan, planned):
         return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
@@ -47,7 +50,7 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
         raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
     if not any(energies):
         return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
-    context = tensor_context(plan, planned, statistics)
+    context = tensor_context(plan, planned, frame, statistics)
     try:
         merged = get_method(planned.method)(task_vectors, planned.options, context)
     except ArithmeticError as error:
@@ -56,8 +59,8 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     facts = {**merged.facts, **(_norms(energies, merged) if planned.action == "merged" else {})}
     parts = _parts(planned, context, merged)
     shared = _shared_vector(planned, merged)
-    exact = merged.delta.add_(_to_method(base, planned.transposed).to(device))
-    value = _to_stored(exact, planned.transposed, dtype)
+    exact = _add_base(merged.delta, base, planned, frame)
+    value = _to_stored(exact, planned, dtype)
     shared |= _lost_by_rounding(planned, exact, value) if parts else {}
     if not math.isfinite(sum_of_squares(value)):
         raise MergeError(
@@ -66,52 +69,93 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     return MergedTensor(value, facts, _warnings(planned, facts, merged.warnings), shared, parts)
 
 
-def tensor_context(plan: Plan, planned: PlannedTensor, statistics: Any = None) -> Context:
+def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, statistics: Any = None) -> Context:
     """What a method may know about the tensor beyond its task vectors."""
     names = tuple(plan.experts[source.expert].name for source in planned.experts)
-    return Context(planned.name, names, _to_method(plan.base.read(planned.name), planned.transposed), statistics)
+    return Context(planned.name, names, _to_method(plan.base.read(planned.name), planned.transposed), statistics, frame)
 
 
-def load_task_vectors(plan: Plan, planned: PlannedTensor, device: torch.device) -> Float[Tensor, "task *shape"]:
-    """W_t - W0 of every expert that has the tensor, [task, out, in] for matrices, in float32 (float64 if any input is)."""
-    base = _to_method(plan.base.read(planned.name), planned.transposed)
-    inputs = [_to_method(plan.experts[s.expert].read(s.name), planned.transposed) for s in planned.experts]
-    wide = any(tensor.dtype == torch.float64 for tensor in (base, *inputs))
-    task_vectors = torch.empty((len(inputs), *base.shape), dtype=torch.float64 if wide else torch.float32, device=device)
-    base = base.to(device)
-    for task_vector, expert in zip(task_vectors, inputs, strict=True):
-        task_vector.copy_(expert).sub_(base)
+def load_task_vectors(
+    plan: Plan, planned: PlannedTensor, device: torch.device
+) -> tuple[Float[Tensor, "task *shape"], Frame | None]:
+    """What the method sees of every expert, and in which frame: W_t - W0 itself, or, of adapters, its low-rank core."""
+    if planned.core is None:
+        return _load_dense(plan, planned, device), None
+    experts: list[Factors | None] = []
+    for source in planned.experts:
+        change = (plan.experts[source.expert].changes or {})[source.name] if source.name else None
+        assert change is None or isinstance(change, LoraChange)
+        factors = change.factors(change.stored_in_out != planned.transposed) if change else None
+        experts.append(factors and Factors(factors.left.to(device), factors.right.to(device)))
+    _, rows, columns = planned.matrix_shape
+    frame, cores = to_cores(experts, (rows, columns), planned.core)
+    return cores, frame
+
+
+def _load_dense(plan: Plan, planned: PlannedTensor, device: torch.device) -> Float[Tensor, "task *shape"]:
+    """W_t - W0 of every expert, [task, out, in] for matrices, in float32 (float64 if any input is)."""
+    base = plan.base.read(planned.name)
+    stored = [plan.experts[s.expert].tensors[s.name].dtype for s in planned.experts if s.name]
+    wide = base.dtype == torch.float64 or "float64" in stored
+    shape = _to_method(base, planned.transposed).shape
+    task_vectors = torch.empty((len(planned.experts), *shape), dtype=torch.float64 if wide else torch.float32, device=device)
+    for task_vector, source in zip(task_vectors, planned.experts, strict=True):
+        expert = plan.experts[source.expert]
+        change = (expert.changes or {}).get(source.name) if source.name else None
+        if source.name is None:
+            task_vector.zero_()
+        elif change:
+            task_vector.copy_(_to_method(change.expand(base), planned.transposed))
+        else:
+            task_vector.copy_(_to_method(expert.read(source.name), planned.transposed))
+            task_vector.sub_(_to_method(base, planned.transposed).to(device))
     return task_vectors
+
+
+def _add_base(delta: Tensor, base: Tensor, planned: PlannedTensor, frame: Frame | None) -> Tensor:
+    """W0 + M as the method sees it; in the place of M if that is a whole tensor."""
+    W0 = _to_method(base, planned.transposed)
+    if frame is None:
+        return delta.add_(W0.to(delta.device))
+    # Leaving the core takes most of the time. The product is exact enough in the output's precision.
+    delta = delta.to(torch.float64 if planned.output_dtype == "float64" else torch.float32)
+    exact = frame.to_right(frame.to_left(delta))
+    return exact.add_(W0.reshape(exact.shape).to(exact.device))
 
 
 def prefetch(plan: Plan, planned: PlannedTensor) -> None:
     """Bring a tensor's pages into the page cache by touching one byte of each; costs no memory of our own."""
     page = 4096
-    sources = [(plan.experts[s.expert], s.name) for s in planned.experts]
-    for model, name in [(plan.base, planned.name), *sources]:
-        tensor = model.read(name)
+    for _, _, tensor in _stored(plan, planned):
         if tensor.is_contiguous() and tensor.dim():
             tensor.view(torch.uint8).reshape(-1)[::page].sum()
 
 
+def _stored(plan: Plan, planned: PlannedTensor) -> Iterator[tuple[Checkpoint, str, Tensor]]:
+    """Everything the files hold for a tensor: the base's value, and each expert's or what its change is made of."""
+    sources = [(plan.experts[s.expert], s.name) for s in planned.experts if s.name]
+    for model, name in [(plan.base, planned.name), *sources]:
+        for stored_name, tensor in model.stored(name):
+            yield model, stored_name, tensor
+
+
 def _all_equal_base(plan: Plan, planned: PlannedTensor) -> bool:
-    base = plan.base.read(planned.name)
-    return all(torch.equal(plan.experts[source.expert].read(source.name), base) for source in planned.experts)
+    (_, _, base), *others = _stored(plan, planned)
+    return all(base.shape == other.shape and torch.equal(other, base) for _, _, other in others)
 
 
 def _to_method(stored: Tensor, transposed: bool) -> Tensor:
     return stored.T if transposed else stored
 
 
-def _to_stored(merged: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
-    return _to_method(merged, transposed).to("cpu", dtype).contiguous()
+def _to_stored(merged: Tensor, planned: PlannedTensor, dtype: torch.dtype) -> Tensor:
+    return _to_method(merged, planned.transposed).to("cpu", dtype).reshape(planned.header.shape).contiguous()
 
 
 def _parts(planned: PlannedTensor, context: Context, merged: Merged) -> dict[str, dict[str, Tensor]]:
     """What is each expert's own, by its name; an expert that has nothing of its own is left out."""
     stored = {
-        expert: _stored_parts(own, planned.transposed, _parts_dtype(planned))
-        for expert, own in zip(context.experts, merged.parts, strict=bool(merged.parts))
+        expert: _stored_parts(own, planned) for expert, own in zip(context.experts, merged.parts, strict=bool(merged.parts))
     }
     return {expert: own for expert, own in stored.items() if own}
 
@@ -125,7 +169,7 @@ def _shared_vector(planned: PlannedTensor, merged: Merged) -> dict[str, Tensor]:
     """The vector that masks refer to; a copy, because the merged task vector may be the same memory."""
     if merged.shared is None:
         return {}
-    return {"vector": _to_stored(merged.shared, planned.transposed, _parts_dtype(planned)).clone()}
+    return {"vector": _to_stored(merged.shared, planned, _parts_dtype(planned)).clone()}
 
 
 def _lost_by_rounding(planned: PlannedTensor, exact: Tensor, value: Tensor) -> dict[str, Tensor]:
@@ -136,19 +180,20 @@ def _lost_by_rounding(planned: PlannedTensor, exact: Tensor, value: Tensor) -> d
     """
     if planned.output_dtype not in ("float16", "bfloat16"):
         return {}
-    return {"lost": (_to_stored(exact, planned.transposed, exact.dtype) - value).to(torch.bfloat16)}
+    return {"lost": (_to_stored(exact, planned, exact.dtype) - value).to(torch.bfloat16)}
 
 
-def _stored_parts(parts: Mapping[str, Tensor], transposed: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+def _stored_parts(parts: Mapping[str, Tensor], planned: PlannedTensor) -> dict[str, Tensor]:
     """One expert's parts of one tensor as they are written: in the stored layout, masks as packed bits."""
+    dtype = _parts_dtype(planned)
     stored: dict[str, Tensor] = {}
     if "left" in parts:
-        left, right = (parts["right"].T, parts["left"].T) if transposed else (parts["left"], parts["right"])
+        left, right = (parts["right"].T, parts["left"].T) if planned.transposed else (parts["left"], parts["right"])
         stored |= {"left": left.to("cpu", dtype).contiguous(), "right": right.to("cpu", dtype).contiguous()}
     if "delta" in parts:
-        stored["delta"] = _to_stored(parts["delta"], transposed, dtype)
+        stored["delta"] = _to_stored(parts["delta"], planned, dtype)
     if "mask" in parts:
-        mask = _to_stored(parts["mask"], transposed, torch.bool)
+        mask = _to_stored(parts["mask"], planned, torch.bool)
         stored["mask"] = torch.from_numpy(np.packbits(mask.numpy()))
         stored["scale"] = parts["scale"].to("cpu", torch.float64)
     return stored
@@ -172,9 +217,8 @@ def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact], given: Sequence
 
 def _likely_cause(plan: Plan, planned: PlannedTensor) -> str:
     """Which input is not finite, or else what to try."""
-    sources = [(plan.experts[s.expert], s.name) for s in planned.experts]
-    for model, name in [(plan.base, planned.name), *sources]:
-        bad = int((~torch.isfinite(model.read(name))).sum())
+    for model, name, tensor in _stored(plan, planned):
+        bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             return f"{model.where} has {bad} NaN or infinite values in '{name}'; repair or leave out that model"
     return "the inputs are finite, so try other options (a larger epsilon, a smaller alpha) or --dtype float32"
