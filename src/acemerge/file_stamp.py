@@ -1,8 +1,8 @@
 """Whether a file is still the one that was opened.
 
-Weights are memory-mapped, so a file that someone changes during a merge would change the merge, and one that shrinks would end the
-process (SIGBUS; see `process.py` for what the command line does then). Every read therefore compares the file's stamp first, and so
-does the end of a merge, before anything is published.
+Weights are memory-mapped: a file that someone changes during a merge would change the merge, and one that shrinks would end the
+process (see `process.py` for what the command line does then). So every read compares the file's stamp first, and so does the
+end of a merge, before anything is published.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.registry import Fact
 from acemerge.plan import Plan, PlannedTensor
 
+REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
 LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
 
 
@@ -38,13 +39,11 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     base = plan.base.read(planned.name)
     dtype = getattr(torch, planned.output_dtype)
     if planned.method is None or planned.options is None:
-        return MergedTensor(base.to(dtype), {})
+        return _untouched(plan, planned, base.to(dtype))
     task_vectors = load_task_vectors(plan, planned, device)
     energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
-    if not all(map(math.isfinite, energies)) and _all_equal_base(plan, planned):
-        return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
     if not all(map(math.isfinite, energies)):
-        raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
+        return _nonfinite(plan, planned, task_vectors, dtype)
     if not any(energies):
         return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
     context = tensor_context(plan, planned, statistics)
@@ -59,11 +58,48 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     exact = merged.delta.add_(_to_method(base, planned.transposed).to(device))
     value = _to_stored(exact, planned.transposed, dtype)
     shared |= _lost_by_rounding(planned, exact, value) if parts else {}
+    given = list(merged.warnings)
     if not math.isfinite(sum_of_squares(value)):
-        raise MergeError(
-            f"tensor '{planned.name}': the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
+        given += _insist(
+            plan, planned, f"the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
         )
-    return MergedTensor(value, facts, _warnings(planned, facts, merged.warnings), shared, parts)
+    return MergedTensor(value, facts, _warnings(planned, facts, given), shared, parts)
+
+
+def _untouched(plan: Plan, planned: PlannedTensor, value: Tensor) -> MergedTensor:
+    """A kept weight must be sound too; what is copied is no weight, and a constant may well be infinite."""
+    warnings: Sequence[str] = ()
+    if planned.action == "kept" and not torch.isfinite(value).all():
+        bad = nonfinite_values(plan, planned, of_experts=False) or f"the base's value is too large for {planned.output_dtype}"
+        warnings = _insist(plan, planned, bad)
+    return MergedTensor(value, {}, _warnings(planned, {}, warnings))
+
+
+def _nonfinite(plan: Plan, planned: PlannedTensor, task_vectors: Tensor, dtype: torch.dtype) -> MergedTensor:
+    """What becomes of a tensor with NaN or infinite values: an error, or by request the mean, which is all that is left to do."""
+    base = plan.base.read(planned.name)
+    if _all_equal_base(plan, planned):
+        return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
+    warnings = _insist(plan, planned, f"{_likely_cause(plan, planned)}. It is averaged, not merged")
+    mean = task_vectors.mean(0).add_(_to_method(base, planned.transposed).to(task_vectors.device))
+    return MergedTensor(_to_stored(mean, planned.transposed, dtype), {}, _warnings(planned, {}, warnings))
+
+
+def _insist(plan: Plan, planned: PlannedTensor, problem: str) -> list[str]:
+    """The problem as a warning, if the recipe allows values that are not finite; otherwise the end of the merge."""
+    if plan.recipe.allow_nonfinite:
+        return [problem]
+    raise MergeError(f"tensor '{planned.name}': {problem}")
+
+
+def observed_task_vectors(plan: Plan, planned: PlannedTensor, device: torch.device) -> Float[Tensor, "task *shape"] | None:
+    """A tensor's task vectors for a statistics pass; none if they are not finite, so that they do not spoil the whole model's."""
+    task_vectors = load_task_vectors(plan, planned, device)
+    if all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
+        return task_vectors
+    if not _all_equal_base(plan, planned):
+        _insist(plan, planned, _likely_cause(plan, planned))
+    return None
 
 
 def tensor_context(plan: Plan, planned: PlannedTensor, statistics: Any = None) -> Context:
@@ -171,10 +207,20 @@ def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact], given: Sequence
 
 
 def _likely_cause(plan: Plan, planned: PlannedTensor) -> str:
-    """Which input is not finite, or else what to try."""
-    sources = [(plan.experts[s.expert], s.name) for s in planned.experts]
-    for model, name in [(plan.base, planned.name), *sources]:
-        bad = int((~torch.isfinite(model.read(name))).sum())
-        if bad:
-            return f"{model.where} has {bad} NaN or infinite values in '{name}'; repair or leave out that model"
-    return "the inputs are finite, so try other options (a larger epsilon, a smaller alpha) or --dtype float32"
+    """Which inputs are not finite, or else what to try."""
+    return nonfinite_values(plan, planned) or (
+        "the inputs are finite, so try other options (a larger epsilon, a smaller alpha) or --dtype float32"
+    )
+
+
+def nonfinite_values(plan: Plan, planned: PlannedTensor, *, of_experts: bool = True) -> str:
+    """Every model with NaN or infinite values in this tensor, and how many; empty if there is none."""
+    sources = [(plan.experts[s.expert], s.name) for s in planned.experts] if of_experts else []
+    counts = [(model, name, count_nonfinite(model.read(name))) for model, name in [(plan.base, planned.name), *sources]]
+    found = [f"{model.where} has {count} NaN or infinite values in '{name}'" for model, name, count in counts if count]
+    return f"{'; '.join(found)}; {REPAIR}" if found else ""
+
+
+def count_nonfinite(tensor: Tensor) -> int:
+    """How many of its values are NaN or infinite."""
+    return int((~torch.isfinite(tensor)).sum())

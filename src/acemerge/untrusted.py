@@ -1,4 +1,4 @@
-"""What is checked of files that strangers wrote, before anything else looks at them: bounded time, bounded memory, one clear error."""
+"""What is checked of files that strangers wrote before anything else looks at them: bounded time and memory, one clear error."""
 
 from __future__ import annotations
 

@@ -103,6 +103,7 @@ class Merged:
 
 Kernel = Callable[..., "Merged | Tensor"]
 Cost = Callable[[int, int, int], float]
+PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 
 
@@ -124,6 +125,7 @@ class Method:
     per_task: bool
     flops: Cost
     float64_elements: Cost
+    parts_elements: PartsCost
 
     def __call__(self, task_vectors: Float[Tensor, "task *shape"], options: Options, context: Context | None = None) -> Merged:
         """alpha * M, in the precision the method worked in, with the method's facts.
@@ -214,6 +216,11 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     return f"{names[schema['type']]} {bounds}".strip()
 
 
+def masks_elements(options: Options, tasks: int, rows: int, columns: int) -> float:  # noqa: ARG001
+    """Numbers to store for one vector that tasks share, and for each task a bit per entry and a float64 scale."""
+    return rows * columns * (1 + tasks / 32) + 3 * tasks
+
+
 _registered: dict[str, Method] = {}
 
 
@@ -230,6 +237,7 @@ def method(
     per_task: bool = False,
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
+    parts_elements: PartsCost = lambda options, tasks, rows, columns: (1.0 + tasks) * rows * columns,  # noqa: ARG005
 ) -> Callable[[Kernel], Kernel]:
     """Register a merging method.
 
@@ -238,7 +246,8 @@ def method(
     options need no such pass. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
     their order matters; `per_task` that it makes one model per task, not one merged model.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
-    (tasks, rows, columns). The summary shown to users is the function's docstring.
+    (tasks, rows, columns); `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
+    the tasks and what they share, given (options, tasks, rows, columns). The summary shown to users is the function's docstring.
     """
 
     def register(kernel: Kernel) -> Kernel:
@@ -246,7 +255,7 @@ def method(
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
             options_type=options_type, kernel=kernel, statistics=statistics, experts=experts, ordered=ordered, per_task=per_task,
-            flops=flops, float64_elements=float64_elements,
+            flops=flops, float64_elements=float64_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel
 
