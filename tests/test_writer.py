@@ -22,7 +22,9 @@ from acemerge.engine import local
 from acemerge.errors import InputError
 from acemerge.pipeline import run_merge
 from acemerge.recipe import make_recipe
-from acemerge.writer import check_space, staged_output, write_safetensors
+from acemerge.resources import check_space
+from acemerge.staging import staged_output
+from acemerge.writer import write_safetensors
 from interruption import stop_at
 from small_models import Models, write_models
 

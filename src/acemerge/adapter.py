@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from acemerge.checkpoint import Checkpoint, TensorHeader, WeightsFile, open_file, read_json
 from acemerge.errors import InputError
 from acemerge.families import Family, align_names, is_stored_in_out
+from acemerge.untrusted import check_inside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,6 +143,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     file = next((path / weights for weights in _WEIGHTS if (path / weights).is_file()), None)
     if file is None:
         raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(_WEIGHTS)}; download the weights too")
+    check_inside(path, (path / CONFIG, file))
     stored = open_file(file)
     modules, wholes = _sorted_out(stored.tensors, file)
     lora = [_Module(module, parts, stored.tensors, settings, file) for module, parts in modules.items()]
@@ -152,18 +154,20 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     headers = {names[own]: stored.tensors[key] for own, key in wholes.items()}
     for module in lora:
         ours = names[module.weight]
-        change = module.change(stored.read, ours, base, family)
+        change = module.change(stored.read_unchanged, ours, base, family)
         changes[ours], headers[ours] = change, TensorHeader(module.header.dtype, change.shape)
         if module.bias is not None:
             bias = ours.removesuffix("weight") + "bias"
-            changes[bias], headers[bias] = module.bias_change(stored.read), stored.tensors[module.bias]
+            changes[bias], headers[bias] = module.bias_change(stored.read_unchanged), stored.tensors[module.bias]
     whole_keys = {names[own]: key for own, key in wholes.items()}
     own_names = {ours: own for own, ours in names.items()}
 
     def read(tensor: str) -> Tensor:
-        return stored.read(whole_keys[tensor])
+        return stored.read_unchanged(whole_keys[tensor])
 
-    return Adapter(name, headers, read, path, (file,), changes=changes, settings=settings, own_names=own_names)
+    return Adapter(
+        name, headers, read, path, (file,), changes=changes, stamps=(stored.stamp,), settings=settings, own_names=own_names
+    )
 
 
 def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:

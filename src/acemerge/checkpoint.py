@@ -6,7 +6,6 @@ not to this process.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -19,6 +18,17 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from acemerge.errors import InputError, PreflightError
+from acemerge.file_stamp import FileStamp
+from acemerge.untrusted import (
+    check_header_length,
+    check_inside,
+    check_names,
+    check_plain,
+    check_zip,
+    parse_json,
+    read_bounded,
+    safetensors_header,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +48,7 @@ MERGEABLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<kind>safetensors|bin)")
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+_DEEPEST_WRAPPING = 8
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -92,6 +103,12 @@ class Checkpoint:
     """Tensors stored under a second name, -> the first name."""
     changes: Mapping[str, Change] | None = None
     """Of an adapter: tensors given as a change of the base's. Its others are values, and what it does not have is the base's."""
+    stamps: tuple[FileStamp, ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Raise an error if a file has changed since it was opened."""
+        for stamp in self.stamps:
+            stamp.check()
 
     @property
     def folder(self) -> Path | None:
@@ -133,9 +150,9 @@ NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or an error that names the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error}). Restore the file from where the model came.") from None
+        content = parse_json(read_bounded(path), path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check that it is there and that you may read it") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
@@ -144,6 +161,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def open_checkpoint(path: Path, name: str) -> Checkpoint:
     """Open a Hugging Face folder or a single weights file; reads headers only."""
     files = _weight_files(path)
+    if path.is_dir():
+        check_inside(path, (p for p in path.iterdir() if p.is_file()))
     parts = [open_file(file) for file in files]
     tensors: dict[str, TensorHeader] = {}
     owner: dict[str, WeightsFile] = {}
@@ -156,7 +175,8 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
         raise InputError(f"{path}: holds no tensors")
     _check_index(path, owner)
     tied = {copy: original for part in parts for copy, original in part.tied.items()}
-    return Checkpoint(name, tensors, lambda tensor: owner[tensor].read(tensor), path, tuple(files), tied)
+    stamps = tuple(part.stamp for part in parts)
+    return Checkpoint(name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps)
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], name: str) -> Checkpoint:
@@ -248,39 +268,60 @@ def _check_index(path: Path, owner: Mapping[str, WeightsFile]) -> None:
 class WeightsFile:
     """One file: its tensors' headers, and a way to read each lazily."""
 
-    path: Path
+    stamp: FileStamp
     tensors: Mapping[str, TensorHeader]
     read: Callable[[str], Tensor]
     tied: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.stamp.path
+
+    def read_unchanged(self, tensor: str) -> Tensor:
+        """One tensor, of a file that has not changed since it was opened."""
+        self.stamp.check()
+        return self.read(tensor)
+
 
 def open_file(path: Path) -> WeightsFile:
     """Open one weights file, whatever its format; reads its header only."""
-    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be read; you lack the permission")
+    opened = _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
+    check_names(path, opened.tensors)
+    return opened
 
 
 def _open_safetensors(path: Path) -> WeightsFile:
-    if not os.access(path, os.R_OK):
-        raise InputError(f"{path}: cannot be read; you lack the permission")
+    stamp = FileStamp.of(path)  # before it is opened, so that no later change is missed
     try:
+        check_header_length(path)
         handle: Any = safe_open(path, framework="pt")  # its methods are untyped
-        headers = {}
-        for name in handle.offset_keys():
-            entry = handle.get_slice(name)
-            dtype = entry.get_dtype()
-            if dtype not in _SAFETENSORS_DTYPES:
-                raise InputError(f"{path}: tensor '{name}' has dtype {dtype}, which acemerge cannot read")
-            headers[name] = TensorHeader(_SAFETENSORS_DTYPES[dtype], tuple(entry.get_shape()))
+        header = safetensors_header(path)
+        # The library's own order leaves open which of several empty tensors comes first.
+        names = sorted(header, key=lambda name: (header[name]["data_offsets"], name))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({error}). Download or save it again.") from None
-    return WeightsFile(path, headers, handle.get_tensor)
+    strange = next((name for name in names if header[name]["dtype"] not in _SAFETENSORS_DTYPES), None)
+    if strange is not None:
+        raise InputError(f"{path}: tensor '{strange}' has dtype {header[strange]['dtype']}, which acemerge cannot read")
+    tensors = {name: TensorHeader(_SAFETENSORS_DTYPES[header[name]["dtype"]], tuple(header[name]["shape"])) for name in names}
+    return WeightsFile(stamp, tensors, handle.get_tensor)
 
 
 def _open_pickle(path: Path) -> WeightsFile:
     """A torch.save file, read without running code and, unless it is in torch's pre-1.6 format, memory-mapped."""
+    stamp = FileStamp.of(path)
+    check_zip(path)
     state_dict = _unwrap(_load_weights_only(path), path)
+    for name, tensor in state_dict.items():
+        check_plain(path, name, tensor)
     headers = {name: _header_of(tensor) for name, tensor in state_dict.items()}
-    return WeightsFile(path, headers, state_dict.__getitem__, _shared_storage(state_dict))
+    strange = next((name for name, header in headers.items() if header.dtype not in SAFETENSORS_NAME), None)
+    if strange is not None:
+        raise InputError(f"{path}: tensor '{strange}' has dtype {headers[strange].dtype}, which acemerge cannot read")
+    return WeightsFile(stamp, headers, state_dict.__getitem__, _shared_storage(state_dict))
 
 
 def _load_weights_only(path: Path) -> Any:
@@ -302,10 +343,12 @@ def _load_weights_only(path: Path) -> Any:
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict inside a training checkpoint: {'state_dict': ...}, {'model': ...}, at any depth."""
+    """The state dict inside a training checkpoint: {'state_dict': ...}, {'model': ...}, some levels deep."""
     import torch
 
-    while isinstance(content, Mapping):
+    for _ in range(_DEEPEST_WRAPPING):  # a pickle can hold itself
+        if not isinstance(content, Mapping):
+            break
         wrapper = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if wrapper is None:
             tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acemerge import __version__
-from acemerge.errors import AcemergeError, InputError
+from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
+from acemerge.process import INTERRUPTED, INTERRUPTION, explain_bus_errors, prompt_interruption
 from acemerge.recipe import Recipe, make_recipe, read_recipe
 
 if TYPE_CHECKING:
     from acemerge.pipeline import MergeResult
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="acemerge",
@@ -61,6 +60,13 @@ Missing = Annotated[
 ]
 OutputDtype = Annotated[str | None, typer.Option("--dtype", help="Output dtype; by default each tensor keeps the base's.")]
 ShardSize = Annotated[str | None, typer.Option(help="Largest output file, 5GB by default.")]
+AllowNonfinite = Annotated[
+    bool,
+    typer.Option(
+        "--allow-nonfinite", help="NaN or infinite values in a model: average such tensors and warn, instead of stopping."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Try even if disk or memory seem too small.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network; hub ids come from the local cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output, for programs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.", hidden=False)]
@@ -96,9 +102,20 @@ def merge_command(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume/--no-resume", help="Go on from the finished shards of an interrupted run of the same merge."),
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on from the finished shards of an interrupted run of the same merge, after checking their checksums.",
+        ),
     ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Hash every input in full first, and reuse finished shards only if they were made of the same bytes."
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier acemerge output.")] = False,
+    allow_nonfinite: AllowNonfinite = False,
+    force: Force = False,
     offline: Offline = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no summary; errors only.")] = False,
     verbose: Annotated[
@@ -121,10 +138,13 @@ def merge_command(
     from acemerge.display import print_result
     from acemerge.pipeline import run_merge
 
-    recipe, relative_to = _recipe(models, settings, _given(method, preset, orientation, missing, dtype, shard_size))
+    flags = _given(method, preset, orientation, missing, dtype, shard_size)
+    if allow_nonfinite:
+        flags["allow_nonfinite"] = True
+    recipe, relative_to = _recipe(models, settings, flags)
     result = run_merge(
         recipe, output, relative_to=relative_to, device=device, threads=threads, resume=resume, overwrite=overwrite,
-        offline=offline, quiet=quiet or as_json,
+        offline=offline, verify=verify, force=force, quiet=quiet or as_json,
     )  # fmt: skip
     if as_json:
         _print_json(_result_json(result))
@@ -153,18 +173,42 @@ def plan_command(
     """
     from acemerge.display import print_plan
     from acemerge.pipeline import find_sources, make_plan
-    from acemerge.writer import check_output, check_space
+    from acemerge.resources import check_resources
+    from acemerge.staging import check_output
 
     recipe, relative_to = _recipe(models, settings, _given(method, preset, orientation, missing, dtype, shard_size))
     if output is not None:
         check_output(output, overwrite=False)
     plan = make_plan(recipe, find_sources(recipe, relative_to, offline))
-    if output is not None and (problem := check_space(output, plan.output_bytes)):
-        raise InputError(problem)
+    if output is not None and (problems := check_resources(output, plan)):
+        raise PreflightError(problems)
     if as_json:
         _print_json(plan.to_json())
     else:
         print_plan(plan)
+
+
+@app.command("verify")
+def verify_command(
+    output: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` or `acemerge task` wrote.")],
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """Check that an output is still what was written: every file and every tensor, against the manifest's hashes.
+
+    Exit code 0 if it is whole, 1 if something is missing or changed, 2 if the folder is not an output of acemerge.
+    """
+    from acemerge.verify import verify_output
+
+    found = verify_output(output)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1))
+    elif not found.problems:
+        print(f"{output}: whole; {found.files} files and {found.tensors} tensors are as they were written")
+        for name in found.foreign:
+            print(f"note: {name} is not from acemerge")
+    if found.problems:
+        raise MergeError("\n".join([f"{output}: not what was written:", *(f"  - {problem}" for problem in found.problems)]))
 
 
 @app.command("methods")
@@ -277,22 +321,32 @@ def main() -> None:
     # Before torch loads: its idle threads sleep instead of spinning, so that they and the BLAS library's do not fight for cores.
     # On a busy machine this is the difference between one thread's speed and a tenth of it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    explain_bus_errors()
     try:
-        app()
+        with prompt_interruption():
+            app()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
-    except (AcemergeError, OSError) as error:
+    except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        print(f"acemerge: error: {error}", file=sys.stderr)
+        print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
-            print(
-                "acemerge: interrupted, nothing was published; repeat the command to go on: finished shards are not done again",
-                file=sys.stderr,
-            )
+            print(INTERRUPTION, end="", file=sys.stderr)
         raise
+
+
+def _explain(error: Exception) -> str:
+    """One sentence for any failure, foreseen or not."""
+    if isinstance(error, AcemergeError | OSError):
+        return str(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return (
+            "out of memory; nothing was published. `acemerge plan` shows what a merge needs; close other programs or merge less"
+        )
+    return f"unexpected {type(error).__name__}: {error}; nothing was published. This is a bug: report it with --debug's output"
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def print_plan(plan: Plan) -> None:
     _print_summary(plan, console)
     console.print(
         f"reads {human_bytes(plan.input_bytes)}, writes {human_bytes(plan.output_bytes)} in {len(plan.shards)} file(s)"
-        f"{' and in shared/ and tasks/ besides' if plan.per_task_methods else ''}, "
+        f"{' and, at most, in shared/ and tasks/' if plan.per_task_methods else ''}, "
         f"peak memory about {human_bytes(plan.peak_memory)} beyond the program itself, about {plan.flops / 1e9:.1f} GFLOP"
     )
 

@@ -14,7 +14,8 @@ import yaml
 from acemerge import __version__
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
-from acemerge.writer import Staging, write_manifest
+from acemerge.staging import Staging
+from acemerge.writer import write_manifest
 
 if TYPE_CHECKING:
     from acemerge.pipeline import Sources
@@ -32,7 +33,10 @@ def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hash
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
     (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
-    write_manifest(folder, manifest(plan, staging, hashes))
+    shards = staging.finished
+    written = {shard: record["sha256"] for shard, record in shards.items()}
+    parts = {path: sha for record in shards.values() for path, sha in record["parts"].items()}
+    write_manifest(folder, manifest(plan, staging, hashes), written | parts)
 
 
 _RECIPE_HEADING = f"""\
@@ -87,9 +91,19 @@ def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
     return {
         "acemerge": __version__,
         **content,
+        "unused": unused_tensors(plan),
         "inputs": {model: dict(files) for model, files in hashes.items()},
         "outputs": {shard: staging.finished[shard]["sha256"] for shard in plan.shards},
         "parts": {path: sha for shard in plan.shards for path, sha in staging.finished[shard]["parts"].items()},
+    }
+
+
+def unused_tensors(plan: Plan) -> dict[str, list[str]]:
+    """Each expert's tensors that are neither merged, averaged nor its own head: the base's are kept, copied or tied."""
+    used = {(source.expert, source.name) for tensor in plan.tensors for source in tensor.experts}
+    used |= {(head.expert, name) for head in plan.heads for name in head.tensors}
+    return {
+        expert.name: [name for name in expert.tensors if (index, name) not in used] for index, expert in enumerate(plan.experts)
     }
 
 
@@ -185,11 +199,15 @@ or, as a folder of its own: `acemerge task this-folder {example} -o OUT`.
 """
 
 
+_FRONT_MATTER = 50_000  # characters of a card in which its front matter must end
+
+
 def _licence(plan: Plan) -> str | None:
     """The base's licence, if its model card's front matter names one."""
     card = plan.base.folder / "README.md" if plan.base.folder else None
     if card is None or not card.is_file():
         return None
-    front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    with card.open(encoding="utf-8", errors="replace") as file:
+        front = re.match(r"---\n(.*?)\n---", file.read(_FRONT_MATTER), re.DOTALL)
     found = re.search(r"^license:\s*([\w.-]+)\s*$", front[1], re.MULTILINE) if front else None
     return found[1] if found else None

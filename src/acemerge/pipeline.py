@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +17,16 @@ from acemerge.checkpoint import Checkpoint, open_checkpoint
 from acemerge.engine.local import LocalEngine
 from acemerge.errors import InputError, PreflightError
 from acemerge.families import choose_family
+from acemerge.input_hashes import hashing_inputs
 from acemerge.model_card import write_documents
 from acemerge.plan import Plan
 from acemerge.planner import build_plan
 from acemerge.progress import show_progress
 from acemerge.recipe import Recipe
+from acemerge.resources import check_resources
 from acemerge.source import Source, resolve_source
+from acemerge.staging import Staging, check_output, staged_output
 from acemerge.task_models import write_heads
-from acemerge.writer import Staging, check_output, check_space, file_sha256, staged_output
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def run_merge(
     resume: bool = True,
     overwrite: bool = False,
     offline: bool = False,
+    verify: bool = False,
+    force: bool = False,
     quiet: bool = True,
 ) -> MergeResult:
     """Carry out a recipe and publish the result at `output`."""
@@ -73,19 +76,23 @@ def run_merge(
     sources = find_sources(recipe, relative_to, offline)
     check_output(output, overwrite, [source.path for source in (sources.base, *sources.experts)])
     plan = make_plan(recipe, sources)
-    if problem := check_space(output, plan.output_bytes):
-        raise PreflightError([problem])
+    if not force and (problems := check_resources(output, plan, device)):
+        raise PreflightError(problems)
     where = _torch_device(device)
     with (
         _compute_threads(threads),
-        _hashing(plan) as hashes,
-        _expected_inputs(recipe, hashes),
-        staged_output(output, plan.digest, resume=resume) as staging,
+        hashing_inputs(plan, verify=verify) as hashes,
+        staged_output(output, plan.digest, resume=resume, overwrite=overwrite, inputs=hashes) as staging,
     ):
         with show_progress(plan, quiet=quiet) as progress:
+            if staging.note:
+                progress.say(staging.note)
             LocalEngine(plan, staging, where, progress).run()
         write_heads(plan, staging.folder)
-        write_documents(plan, sources, staging, _finished(hashes))
+        staging.check_inputs(hashes.all())
+        write_documents(plan, sources, staging, hashes.all())
+        for model in (plan.base, *plan.experts):
+            model.check_unchanged()
         tensors = _records(plan, staging)
     return MergeResult(output, plan, tensors)
 
@@ -160,39 +167,6 @@ def _compute_threads(threads: int | None) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
-
-
-Hashes = dict[str, dict[str, "Future[str]"]]
-
-
-@contextmanager
-def _hashing(plan: Plan) -> Iterator[Hashes]:
-    """sha256 of every input file, computed on the side: {model name: {file name: hash}}."""
-    with ThreadPoolExecutor(1) as pool:
-        models = (plan.base, *plan.experts)
-        try:
-            yield {model.name: {file.name: pool.submit(file_sha256, file) for file in model.files} for model in models}
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _finished(hashes: Hashes) -> dict[str, dict[str, str]]:
-    return {model: {file: future.result() for file, future in files.items()} for model, files in hashes.items()}
-
-
-@contextmanager
-def _expected_inputs(recipe: Recipe, hashes: Hashes) -> Iterator[None]:
-    """Before any work, the files' hashes must be those the recipe expects, if it expects any."""
-    for model, files in recipe.inputs.items():
-        for file, expected in files.items():
-            future = hashes.get(model, {}).get(file)
-            actual = future.result() if future else "unknown: no such file"
-            if actual != expected:
-                raise InputError(
-                    f"{model}/{file}: sha256 is {actual}, the recipe expects {expected}; get the same file, or remove 'inputs' "
-                    "from the recipe"
-                )
-    yield
 
 
 def _records(plan: Plan, staging: Staging) -> list[Mapping[str, Any]]:

@@ -55,6 +55,15 @@ class PlannedTensor:
         return self.header.elements * element_size(self.output_dtype)
 
     @property
+    def parts_bytes(self) -> int:
+        """What a method with one model per task writes for it to shared/ and tasks/, at most."""
+        if self.method is None or not get_method(self.method).per_task:
+            return 0
+        size = 8 if self.output_dtype == "float64" else 4
+        lost_by_rounding = 2 * self.header.elements if self.output_dtype in ("float16", "bfloat16") else 0
+        return int(size * get_method(self.method).parts_elements(self.options, *self.matrix_shape)) + lost_by_rounding
+
+    @property
     def input_bytes(self) -> int:
         """What is read for it, in the base's dtype."""
         return self.header.nbytes * (1 + len(self.experts))
@@ -152,9 +161,14 @@ class Plan:
 
     @property
     def output_bytes(self) -> int:
-        """Size of the merged weights and the heads; what per-task methods add is known only when it is written."""
+        """Size of the merged weights, the heads and what per-task methods add, the last at most."""
         heads = sum(self.experts[h.expert].tensors[name].nbytes for h in self.heads for name in h.tensors)
-        return sum(tensor.output_bytes for tensor in self.tensors) + heads
+        return sum(tensor.output_bytes + tensor.parts_bytes for tensor in self.tensors) + heads
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Disk that is needed beside the output for a while: one shard's parts are written twice."""
+        return max(sum(tensor.parts_bytes for tensor in shard) for shard in self.shards.values())
 
     @property
     def input_bytes(self) -> int:
@@ -201,13 +215,11 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Changes when the recipe, the code or any input file does; what a resumed run must agree with."""
-        files = [
-            [model.name, file.name, file.stat().st_size, file.stat().st_mtime_ns]
-            for model in (self.base, *self.experts)
-            for file in model.files
-        ]
-        content = json.dumps([__version__, self.to_json(), files], sort_keys=True, default=str)
+        """Changes when the recipe, the code or any input file (header, size, date) does; what a resumed run must agree with."""
+        models = (self.base, *self.experts)
+        files = [[model.name, stamp.path.name, stamp.size, stamp.modified_ns] for model in models for stamp in model.stamps]
+        headers = [[name, header.dtype, *header.shape] for model in models for name, header in model.tensors.items()]
+        content = json.dumps([__version__, self.to_json(), files, headers], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()
 
 

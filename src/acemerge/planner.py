@@ -40,6 +40,7 @@ class _Planner:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.strangers: dict[str, list[str]] = {}
+        self.miscounts: dict[str, list[str]] = {}
         self.family = choose_family(recipe.preset, config, base.tensors)
         self.method = get_method(recipe.method)
         self.options = self.method.options(recipe.options).resolve(config)
@@ -56,6 +57,9 @@ class _Planner:
         self._report_strangers()
         self._report_missing(tensors)
         self._say_one_model_per_task(tensors)
+        self.problems.extend(
+            f"{problem} for {_some(names)}; give those a recipe rule of their own" for problem, names in self.miscounts.items()
+        )
         for index, rule in enumerate(self.recipe.tensors):
             if index not in self.used_rules:
                 self.problems.append(f"recipe: the pattern '{rule.match}' matches no tensor of the base; see `acemerge plan`")
@@ -76,10 +80,7 @@ class _Planner:
         for model in models:
             if "quantization_config" in model.config:
                 self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
-        self.options.check(len(self.experts))
-        wanted = self.method.experts
-        if wanted is not None and wanted != len(self.experts):
-            self.problems.append(f"method '{self.method.name}' takes exactly {wanted} experts, {len(self.experts)} were given")
+        self.problems.extend(_miscounts(self.method, self.options, len(self.experts)))
         for expert in self.experts:
             theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
             if theirs and ours and theirs != ours:
@@ -118,6 +119,9 @@ class _Planner:
         method, options = self._method_for(rule)
         if action == "averaged":
             method, options = get_method("average"), get_method("average").options({"alpha": options.alpha})
+        elif options is not self.options or (self.recipe.missing == "skip" and len(sources) < len(self.experts)):
+            for problem in _miscounts(method, options, len(sources)):
+                self.miscounts.setdefault(problem, []).append(name)
         is_matrix = len(header.shape) == 2
         transposed = (
             self.recipe.orientation == "canonical" and is_matrix and is_stored_in_out(name, self.family, self.base.tensors)
@@ -266,7 +270,7 @@ class _Planner:
             names = self.strangers.get(expert.name, [])
             if not names:
                 continue
-            listing = ", ".join(f"'{name}' {list(expert.tensors[name].shape)}" for name in names[:3])
+            listing = ", ".join(f"'{name}' {list(expert.tensors[name].shape)}{_letters(name)}" for name in names[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
             kinds = f" (model_type '{theirs}' against '{ours}')" if theirs != ours else ""
@@ -292,6 +296,23 @@ def _invert(aligned: Mapping[str, str], expert: str) -> dict[str, str]:
             raise PreflightError([f"expert '{expert}': tensors '{inverted[ours]}' and '{theirs}' both stand for '{ours}'"])
         inverted[ours] = theirs
     return inverted
+
+
+def _miscounts(method: Method, options: Options, experts: int) -> list[str]:
+    """What does not suit this number of experts."""
+    found = []
+    if method.experts is not None and method.experts != experts:
+        found.append(f"method '{method.name}' takes exactly {method.experts} experts, {experts} were given")
+    try:
+        options.check(experts)
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+def _letters(name: str) -> str:
+    """A warning for names that may look like another's and are not."""
+    return "" if name.isascii() else f" (not plain ASCII: {name!a})"
 
 
 def _some(names: Sequence[str]) -> str:

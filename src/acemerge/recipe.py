@@ -53,6 +53,8 @@ class Recipe(_Strict):
     orientation: Orientation = "canonical"
     missing: Literal["error", "skip"] = "error"
     dtype: Dtype | None = None
+    allow_nonfinite: bool = False
+    """Whether NaN and infinite values of the inputs go into the output, with a warning, instead of stopping the merge."""
     shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""

@@ -10,7 +10,7 @@ from acemerge.methods import Options, get_method
 from acemerge.methods.registry import Statistics
 from acemerge.plan import Plan, PlannedTensor
 from acemerge.progress import Progress
-from acemerge.task_vectors import load_task_vectors, tensor_context
+from acemerge.task_vectors import observed_task_vectors, tensor_context
 
 Gathered = Mapping[tuple[str | None, Options | None], Statistics]
 
@@ -40,6 +40,7 @@ def _run_passes(
         number += 1
         progress.say(f"statistics pass {number}: {len(tensors)} tensors")
         for planned in tensors:
-            task_vectors, frame = load_task_vectors(plan, planned, device)
-            statistics.observe(task_vectors, tensor_context(plan, planned, frame))
+            task_vectors, frame = observed_task_vectors(plan, planned, device)
+            if task_vectors is not None:
+                statistics.observe(task_vectors, tensor_context(plan, planned, frame))
         more = statistics.end_pass()

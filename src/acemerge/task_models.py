@@ -24,7 +24,9 @@ from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_che
 from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
-from acemerge.writer import MANIFEST, check_output, staged_output, write_manifest, write_safetensors
+from acemerge.staging import check_output, staged_output
+from acemerge.task_vectors import REPAIR, count_nonfinite
+from acemerge.writer import MANIFEST, write_manifest, write_safetensors
 
 _HEAD_TENSORS = "head.safetensors"
 _HEAD_NAMES = "head.json"
@@ -38,17 +40,19 @@ def write_heads(plan: Plan, folder: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         dtype = plan.recipe.dtype
         headers = [(name, _in_dtype(expert.tensors[name], dtype)) for name in head.tensors]
-        write_safetensors(target / _HEAD_TENSORS, headers, (_head_tensor(expert, name, header) for name, header in headers))
+        write_safetensors(target / _HEAD_TENSORS, headers, (_head_tensor(plan, expert, name, header) for name, header in headers))
         names = {"backbone": dict(sorted(head.backbone.items()))}
         (target / _HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         for path in expert.side_files():
             copy_side_file(path, target, dtype)
 
 
-def _head_tensor(expert: Checkpoint, name: str, header: TensorHeader) -> Tensor:
+def _head_tensor(plan: Plan, expert: Checkpoint, name: str, header: TensorHeader) -> Tensor:
     value = expert.read(name).to(getattr(torch, header.dtype))
-    if value.is_floating_point() and not torch.isfinite(value).all():
-        raise MergeError(f"tensor '{name}' of expert {expert.where}, a part of its head, has NaN or infinite values; repair it")
+    if value.is_floating_point() and not plan.recipe.allow_nonfinite and (bad := count_nonfinite(value)):
+        raise MergeError(
+            f"tensor '{name}' of expert {expert.where}, a part of its head, has {bad} NaN or infinite values; {REPAIR}"
+        )
     return value
 
 
@@ -177,11 +181,11 @@ def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwr
         raise InputError(f"{output}: is a merge, not an earlier export, so it is not replaced; choose another output")
     model = _open_task_model(merged, expert)
     headers = model.headers()
-    with staged_output(output, digest="", resume=False) as staging:
+    with staged_output(output, digest="", resume=False, overwrite=overwrite) as staging:
         digest = write_safetensors(staging.folder / "model.safetensors", headers, (model.read(name) for name, _ in headers))
         for path in (*model.merged.side_files(), *model.side_files):  # the expert's own files win
             shutil.copyfile(path, staging.folder / path.name)
-        write_manifest(staging.folder, {"exported": expert, "weights_sha256": digest})
+        write_manifest(staging.folder, {"exported": expert}, {"model.safetensors": digest})
     return output
 
 

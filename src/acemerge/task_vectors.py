@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.registry import Fact
 from acemerge.plan import Plan, PlannedTensor
 
+REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
 LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
 
 
@@ -41,13 +43,11 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     base = plan.base.read(planned.name)
     dtype = getattr(torch, planned.output_dtype)
     if planned.method is None or planned.options is None:
-        return MergedTensor(base.to(dtype), {})
+        return _untouched(plan, planned, base.to(dtype))
     task_vectors, frame = load_task_vectors(plan, planned, device)
     energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
-    if not all(map(math.isfinite, energies)) and _all_equal_base(plan, planned):
-        return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
     if not all(map(math.isfinite, energies)):
-        raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
+        return _nonfinite(plan, planned, device)
     if not any(energies):
         return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
     context = tensor_context(plan, planned, frame, statistics)
@@ -62,11 +62,50 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     exact = _add_base(merged.delta, base, planned, frame)
     value = _to_stored(exact, planned, dtype)
     shared |= _lost_by_rounding(planned, exact, value) if parts else {}
+    given = list(merged.warnings)
     if not math.isfinite(sum_of_squares(value)):
-        raise MergeError(
-            f"tensor '{planned.name}': the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
+        given += _insist(
+            plan, planned, f"the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
         )
-    return MergedTensor(value, facts, _warnings(planned, facts, merged.warnings), shared, parts)
+    return MergedTensor(value, facts, _warnings(planned, facts, given), shared, parts)
+
+
+def _untouched(plan: Plan, planned: PlannedTensor, value: Tensor) -> MergedTensor:
+    """A kept weight must be sound too; what is copied is no weight, and a constant may well be infinite."""
+    warnings: Sequence[str] = ()
+    if planned.action == "kept" and not torch.isfinite(value).all():
+        bad = nonfinite_values(plan, planned, of_experts=False) or f"the base's value is too large for {planned.output_dtype}"
+        warnings = _insist(plan, planned, bad)
+    return MergedTensor(value, {}, _warnings(planned, {}, warnings))
+
+
+def _nonfinite(plan: Plan, planned: PlannedTensor, device: torch.device) -> MergedTensor:
+    """What becomes of a tensor with NaN or infinite values: an error, or by request the mean, which is all that is left to do."""
+    base, dtype = plan.base.read(planned.name), getattr(torch, planned.output_dtype)
+    if _all_equal_base(plan, planned):
+        return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
+    warnings = _insist(plan, planned, f"{_likely_cause(plan, planned)}. It is averaged, not merged")
+    mean = _load_dense(plan, planned, device).mean(0).add_(_to_method(base, planned.transposed).to(device))
+    return MergedTensor(_to_stored(mean, planned, dtype), {}, _warnings(planned, {}, warnings))
+
+
+def _insist(plan: Plan, planned: PlannedTensor, problem: str) -> list[str]:
+    """The problem as a warning, if the recipe allows values that are not finite; otherwise the end of the merge."""
+    if plan.recipe.allow_nonfinite:
+        return [problem]
+    raise MergeError(f"tensor '{planned.name}': {problem}")
+
+
+def observed_task_vectors(
+    plan: Plan, planned: PlannedTensor, device: torch.device
+) -> tuple[Float[Tensor, "task *shape"] | None, Frame | None]:
+    """A tensor's task vectors for a statistics pass; none if they are not finite, so that they do not spoil the whole model's."""
+    task_vectors, frame = load_task_vectors(plan, planned, device)
+    if all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
+        return task_vectors, frame
+    if not _all_equal_base(plan, planned):
+        _insist(plan, planned, _likely_cause(plan, planned))
+    return None, None
 
 
 def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, statistics: Any = None) -> Context:
@@ -216,9 +255,20 @@ def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact], given: Sequence
 
 
 def _likely_cause(plan: Plan, planned: PlannedTensor) -> str:
-    """Which input is not finite, or else what to try."""
-    for model, name, tensor in _stored(plan, planned):
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            return f"{model.where} has {bad} NaN or infinite values in '{name}'; repair or leave out that model"
-    return "the inputs are finite, so try other options (a larger epsilon, a smaller alpha) or --dtype float32"
+    """Which inputs are not finite, or else what to try."""
+    return nonfinite_values(plan, planned) or (
+        "the inputs are finite, so try other options (a larger epsilon, a smaller alpha) or --dtype float32"
+    )
+
+
+def nonfinite_values(plan: Plan, planned: PlannedTensor, *, of_experts: bool = True) -> str:
+    """Every model with NaN or infinite values in this tensor, and how many; empty if there is none."""
+    stored = islice(_stored(plan, planned), None if of_experts else 1)
+    counts = [(model, name, count_nonfinite(tensor)) for model, name, tensor in stored]
+    found = [f"{model.where} has {count} NaN or infinite values in '{name}'" for model, name, count in counts if count]
+    return f"{'; '.join(found)}; {REPAIR}" if found else ""
+
+
+def count_nonfinite(tensor: Tensor) -> int:
+    """How many of its values are NaN or infinite."""
+    return int((~torch.isfinite(tensor)).sum())

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from acemerge.plan import Plan, PlannedTensor, tensor_record
 from acemerge.progress import Progress
+from acemerge.staging import Staging
 from acemerge.statistics import gather_statistics
 from acemerge.task_vectors import MergedTensor, merge_tensor, prefetch
-from acemerge.writer import PartsWriter, Staging, write_safetensors
+from acemerge.writer import PartsWriter, tensor_sha256, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class LocalEngine:
 
         def values(parts: PartsWriter) -> Iterator[Tensor]:
             for tensor, merged in self._merged(ordered, gathered):
-                facts = {**merged.facts, "warnings": merged.warnings}
+                facts = {**merged.facts, "warnings": list(merged.warnings), "sha256": tensor_sha256(merged.value)}
                 records.append({**tensor_record(tensor, shard, self.plan.experts), **facts})
                 parts.add(tensor.name, merged.shared, merged.parts)
                 yield merged.value

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.linalg import weighted_sum
-from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, masks_elements, method
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Rescales:
     per_task=True,
     flops=lambda tasks, rows, columns: 12.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: (2.5 + tasks / 8) * rows * columns,
+    parts_elements=masks_elements,
 )
 def emr(task_vectors: Float[Tensor, "task *shape"], options: EmrOptions, context: Context) -> Merged:  # noqa: ARG001
     """ONE MODEL PER TASK, not one merged model: W0 + lambda_t m_t o tau_u, one elected vector, a 1-bit mask and a scale per task.

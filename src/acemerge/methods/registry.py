@@ -111,6 +111,7 @@ class Merged:
 Kernel = Callable[..., "Merged | Tensor"]
 Cost = Callable[[int, int, int], float]
 LowRank = Sides | Callable[[Any], Sides | None] | None
+PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 
 
@@ -133,6 +134,7 @@ class Method:
     low_rank: LowRank
     flops: Cost
     float64_elements: Cost
+    parts_elements: PartsCost
 
     def core_sides(self, options: Options) -> Sides | None:
         """On which sides of low-rank task vectors it may work in their small common core instead; None: on neither."""
@@ -227,6 +229,11 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     return f"{names[schema['type']]} {bounds}".strip()
 
 
+def masks_elements(options: Options, tasks: int, rows: int, columns: int) -> float:  # noqa: ARG001
+    """Numbers to store for one vector that tasks share, and for each task a bit per entry and a float64 scale."""
+    return rows * columns * (1 + tasks / 32) + 3 * tasks
+
+
 _registered: dict[str, Method] = {}
 
 
@@ -244,6 +251,7 @@ def method(
     low_rank: LowRank = None,
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
+    parts_elements: PartsCost = lambda options, tasks, rows, columns: (1.0 + tasks) * rows * columns,  # noqa: ARG005
 ) -> Callable[[Kernel], Kernel]:
     """Register a merging method.
 
@@ -254,7 +262,8 @@ def method(
     for the options, names the sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts
     are then merged in their small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
-    (tasks, rows, columns). The summary shown to users is the function's docstring.
+    (tasks, rows, columns); `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
+    the tasks and what they share, given (options, tasks, rows, columns). The summary shown to users is the function's docstring.
     """
 
     def register(kernel: Kernel) -> Kernel:
@@ -262,7 +271,7 @@ def method(
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
             options_type=options_type, kernel=kernel, statistics=statistics, experts=experts, ordered=ordered, per_task=per_task,
-            low_rank=low_rank, flops=flops, float64_elements=float64_elements,
+            low_rank=low_rank, flops=flops, float64_elements=float64_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel
 

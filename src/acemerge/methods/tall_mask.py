@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.linalg import weighted_sum
-from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, masks_elements, method
 from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
 
 
@@ -65,6 +65,7 @@ def tall_masks(
     per_task=True,
     flops=lambda tasks, rows, columns: 6.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: (3.0 + tasks / 8) * rows * columns,
+    parts_elements=masks_elements,
 )
 def tall_mask(task_vectors: Float[Tensor, "task *shape"], options: TallMaskOptions, context: Context) -> Merged:
     """ONE MODEL PER TASK, not one merged model: W0 + m_t o tau_M, the sum of the task vectors under a 1-bit mask per task.

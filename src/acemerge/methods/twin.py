@@ -47,6 +47,12 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
     return tasks * (1.2 * rows * columns * small + 3.0 * small**3)
 
 
+def _parts_elements(options: TwinOptions, tasks: int, rows: int, columns: int) -> float:
+    """Of each task, the factors, or E_t itself where that is smaller."""
+    k = max(1, count_of_share(min(rows, columns), options.rank_share))
+    return float(tasks * min(k * (rows + columns), rows * columns))
+
+
 @method(
     "twin",
     title="Twin-Merging, static part",
@@ -57,6 +63,7 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
     float64_elements=lambda tasks, rows, columns: (
         2.5 * rows * columns + min(rows, columns) ** 2 + 0.2 * tasks * min(rows, columns) * (rows + columns)
     ),
+    parts_elements=_parts_elements,
 )
 def twin(task_vectors: Float[Tensor, "task *shape"], options: TwinOptions) -> Merged:
     """ONE MODEL PER TASK, not one merged model: theta_S + E_t, a shared task-arithmetic model and low-rank factors per task.

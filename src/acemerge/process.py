@@ -1,0 +1,61 @@
+"""How the command line's process ends when it cannot end by itself: one sentence on standard error and a documented exit code."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+INTERRUPTED = 130
+INTERRUPTION = "acemerge: interrupted, nothing was published; repeat the command to go on: finished shards are not done again\n"
+GRACE_SECONDS = 2.0
+
+_BUS_ERROR = (
+    "acemerge: error: an input file shrank, or its disk failed, while it was being read; nothing was published. Repeat the "
+    "command when the files are whole and nobody writes to them\n"
+)
+
+
+def _end_after_bus_error(_signal: int) -> None:
+    os.write(2, _BUS_ERROR.encode())
+    os._exit(1)
+
+
+# The handler must outlive every call of it.
+_BUS_ERROR_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)(_end_after_bus_error)
+
+
+def explain_bus_errors() -> None:
+    """Say what happened when a memory-mapped file loses the page that is being read, instead of dying without a word.
+
+    Python's own handlers run only after the instruction that failed, which never ends, so the C library calls this one itself.
+    Torch reads pages without holding Python's lock, so the handler can take it.
+    """
+    ctypes.CDLL(None).signal(int(signal.SIGBUS), _BUS_ERROR_HANDLER)
+
+
+@contextmanager
+def prompt_interruption() -> Iterator[None]:
+    """End soon after Ctrl-C even where Python is waiting for a long matrix decomposition, whose end it would wait for."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    ended = Event()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    Thread(target=_end_after_interruption, args=(reader, ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        ended.set()
+        os.close(writer)
+
+
+def _end_after_interruption(reader: int, ended: Event) -> None:
+    while received := os.read(reader, 64):
+        if signal.SIGINT in received and not ended.wait(GRACE_SECONDS):
+            os.write(2, INTERRUPTION.encode())
+            os._exit(INTERRUPTED)
+    os.close(reader)

@@ -1,0 +1,107 @@
+"""Putting a finished folder in its place: by one rename, or by one exchange where it replaces an earlier output.
+
+A kill at any moment leaves the old output, the new one, or (where the file system cannot exchange two folders, between two
+renames) neither, with the old one beside under `<output>.replaced`, which the next run puts back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from acemerge.errors import InputError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def is_occupied(output: Path) -> bool:
+    """Whether something is in the output's place; an empty folder is as good as nothing."""
+    return output.exists() and not (output.is_dir() and not any(output.iterdir()))
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Only one process at a time works on an output. The lock file lies beside it, so that no run's folder ever holds it."""
+    path = output.with_name(output.name + ".partial.lock")
+    with path.open("a") as lock:
+        if lock.tell():
+            raise InputError(f"{path}: needed as a lock for {output.name}, but it is not acemerge's; move it away")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{output}: another acemerge process is writing it; wait for it, or choose another output") from None
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+            raise InputError(f"{output}: another acemerge process has just written it; look at it, then repeat the command")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def restore_replaced(output: Path) -> None:
+    """Undo what a kill between the two renames of `publish` left behind."""
+    replaced = _replaced(output)
+    if replaced.is_dir() and not is_occupied(output):
+        replaced.rename(output)
+
+
+def publish(folder: Path, output: Path) -> Path | None:
+    """Move a finished folder to its place, durably; where the earlier output is now, if there was one."""
+    _flush_to_disk(folder)
+    earlier = None
+    if not is_occupied(output):
+        folder.rename(output)
+    elif exchange(folder, output):
+        earlier = folder
+    else:
+        earlier = _replaced(output)
+        output.rename(earlier)
+        folder.rename(output)
+    _flush(output.parent)
+    return earlier
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step; False where the system or the file system cannot."""
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
+def remove(folder: Path, marker: str) -> None:
+    """Delete a folder; `marker`, by which a later run knows it as one to delete, is put in first and goes last."""
+    (folder / marker).touch()
+    for path in folder.iterdir():
+        if path.name != marker:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    shutil.rmtree(folder)
+
+
+def _replaced(output: Path) -> Path:
+    return output.with_name(output.name + ".replaced")
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """So that after a power failure the published files hold what was written."""
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_file() or path.is_dir():
+            _flush(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

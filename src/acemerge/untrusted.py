@@ -1,0 +1,123 @@
+"""What is checked of files that strangers wrote before anything else looks at them: bounded time and memory, one clear error."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from acemerge.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Far above what real models have (a shard of the largest ones: 1 MB of header; their index: 10 MB), far below what hurts.
+MAX_HEADER_BYTES = 10_000_000
+MAX_JSON_BYTES = 50_000_000
+MAX_NAME_LENGTH = 500
+_GET_AGAIN = "download it again, from a source you trust"
+
+
+def parse_json(text: str | bytes, where: object) -> Any:
+    """JSON in which no name is given twice and nothing is nested without end."""
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, where))
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply; {_GET_AGAIN}") from None
+    except ValueError as error:  # malformed, not UTF-8, or a number of thousands of digits
+        raise InputError(f"{where}: cannot be read as JSON ({_short(str(error))}). Restore it from where it came.") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise InputError(f"{where}: the name {_short(ascii(twice))} is there twice; {_GET_AGAIN}")
+    return fields
+
+
+def read_bounded(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
+    """A small file's content; a file too large to be what its name says is refused unread."""
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise InputError(f"{path}: larger than {limit // 1000} kB, far more than such a file ever needs; {_GET_AGAIN}")
+    return content
+
+
+def check_header_length(path: Path) -> None:
+    """A safetensors file begins with the length of its header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise InputError(f"{path}: not a whole safetensors file (a header of {length} bytes is not plausible); {_GET_AGAIN}")
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """The tensors of a file that safetensors has accepted, as its header names them: twice the same is refused here."""
+    with path.open("rb") as file:
+        header = parse_json(file.read(int.from_bytes(file.read(8), "little")), f"{path}, header")
+    assert isinstance(header, dict)  # safetensors takes nothing else
+    header.pop("__metadata__", None)
+    return header
+
+
+def check_zip(path: Path) -> None:
+    """A torch.save file is an uncompressed zip archive: one that is compressed, or larger inside than out, is not torch's."""
+    if not zipfile.is_zipfile(path):
+        return  # torch's format before 1.6
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise InputError(f"{path}: a damaged archive ({_short(str(error))}); {_GET_AGAIN}") from None
+    compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+    if compressed:
+        raise InputError(
+            f"{path}: entry {_short(ascii(compressed[0]))} is compressed, which torch.save never does: it may be a zip bomb; "
+            "load and save it again with torch, or convert it to safetensors"
+        )
+    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise InputError(f"{path}: its entries claim to be larger than the file; {_GET_AGAIN}")
+
+
+def check_plain(path: Path, name: str, tensor: Tensor) -> None:
+    """A tensor from a pickle must be plain numbers that are really in the file."""
+    import torch
+
+    problem = None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+        problem = f"is not a plain dense tensor ({type(tensor).__name__}, {tensor.layout}, {tensor.dtype})"
+    elif tensor.device.type != "cpu":
+        problem = f"has no data in the file (device '{tensor.device.type}')"
+    elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        problem = f"claims shape {list(tensor.shape)}, but the file holds fewer numbers"
+    if problem:
+        raise InputError(f"{path}: tensor {_short(ascii(name))} {problem}; save model.state_dict() of an ordinary model")
+
+
+def check_names(path: Path, names: Iterable[str]) -> None:
+    """Tensor names go into file headers and onto terminals: no control characters, lone surrogates or endless names."""
+    for name in names:
+        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable() or name == "__metadata__":
+            raise InputError(f"{path}: {_short(ascii(name))} cannot be a tensor's name; {_GET_AGAIN}")
+
+
+def check_inside(folder: Path, paths: Iterable[Path]) -> None:
+    """Links must stay in the model's folder, or in the hub cache's folder of the same model."""
+    root = folder.resolve()
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in paths:
+        target = path.resolve()
+        if path.is_symlink() and not any(place in target.parents for place in allowed):
+            raise InputError(
+                f"{path}: a link that leaves the model's folder, to {target}; if it is your own, put the file itself there, or "
+                "give its path as the model"
+            )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "..."
