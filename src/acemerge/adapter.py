@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acemerge.checkpoint import Checkpoint, TensorHeader, WeightsFile, open_file, read_json
 from acemerge.errors import InputError
-from acemerge.families import Family, align_names, is_stored_in_out
+from acemerge.families import Family, align_names, is_output_layer, is_stored_in_out, is_task_head, prefix_exchange
 from acemerge.untrusted import check_inside
 
 if TYPE_CHECKING:
@@ -130,6 +130,33 @@ class Adapter(Checkpoint):
     own_names: Mapping[str, str] = field(default_factory=dict)
     """Name in the base -> name in the model that the adapter was trained on."""
 
+    def backbone(self, base_names: Iterable[str]) -> dict[str, str]:
+        """Name in the model that the adapter was trained on -> name in the base, of everything under that model's head."""
+        theirs, ours = next(((own, name) for name, own in self.own_names.items() if name in (self.changes or {})), ("", ""))
+        old, new = prefix_exchange(theirs, ours)
+        return {old + name.removeprefix(new): name for name in base_names if name.startswith(new) and not is_output_layer(name)}
+
+    def head_config(self, base_config: Mapping[str, Any], head: Mapping[str, TensorHeader]) -> dict[str, Any]:
+        """The base's config for the model that the adapter was trained on: its class, and as many labels as its head has."""
+        config = dict(base_config)
+        named = (self.settings.get("auto_mapping") or {}).get("base_model_class")
+        suffix = _CLASSES.get(self.settings.get("task_type") or "")
+        stem = re.match(r"(.+?)(LMHeadModel|Model|For[A-Z]\w+)$", (base_config.get("architectures") or [""])[0])
+        if named or (suffix and stem):
+            config["architectures"] = [named or f"{stem[1] if stem else ''}{suffix}"]
+        outputs = [header.shape[0] for name, header in sorted(head.items()) if is_task_head(name) and header.shape]
+        if outputs:  # a head of two layers sorts as dense, out_proj
+            labels = {f"LABEL_{i}": i for i in range(outputs[-1])}
+            config |= {"id2label": {str(i): label for label, i in labels.items()}, "label2id": labels}
+        return config
+
+
+_CLASSES = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+}
+
 
 def is_adapter(path: Path) -> bool:
     """Whether a folder is a PEFT adapter."""
@@ -163,7 +190,11 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     own_names = {ours: own for own, ours in names.items()}
 
     def read(tensor: str) -> Tensor:
-        return stored.read_unchanged(whole_keys[tensor])
+        """The whole value, also of what is given as a change: for a head, which is never merged."""
+        if tensor in whole_keys:
+            return stored.read_unchanged(whole_keys[tensor])
+        value = base.read(tensor)
+        return value + changes[tensor].expand(value)
 
     return Adapter(
         name, headers, read, path, (file,), changes=changes, stamps=(stored.stamp,), settings=settings, own_names=own_names
@@ -196,6 +227,8 @@ def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[s
     modules: dict[str, dict[str, str]] = {}
     wholes: dict[str, str] = {}
     for key in headers:
+        if ".original_module." in key:  # the base's own, which a saved module stands in for
+            continue
         name = key.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
         match = _MODULE_PART.fullmatch(name)
         if match:

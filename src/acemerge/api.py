@@ -36,6 +36,8 @@ def merge(
     missing: str = "error",
     dtype: str | None = None,
     allow_nonfinite: bool = False,
+    save_as: str = "model",
+    rank: int | None = None,
     shard_size: int | str = "5GB",
     device: str = "cpu",
     threads: int | None = None,
@@ -49,7 +51,8 @@ def merge(
 ) -> MergeResult:
     """Merge checkpoints on disk (or hub ids) into the folder `output`: the same as `acemerge merge`.
 
-    `experts` may be a mapping of names to models. Further keywords are the method's options, such as epsilon=1e-5.
+    `experts` may be a mapping of names to models, each a full model or a PEFT adapter. Further keywords are the method's
+    options, such as epsilon=1e-5.
     """
     pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
     recipe = make_recipe(
@@ -64,6 +67,8 @@ def merge(
             "missing": missing,
             "dtype": dtype,
             "allow_nonfinite": allow_nonfinite,
+            "save_as": save_as,
+            "rank": rank,
             "shard_size": shard_size,
         },
         "acemerge.merge",

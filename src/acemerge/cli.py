@@ -36,7 +36,8 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="BASE EXPERT...",
-        help="The base and its fine-tunes: folders, weight files or hub ids (org/name\\[@revision]). Or one recipe.yaml.",
+        help="The base and its fine-tunes: folders, weight files, PEFT adapters or hub ids (org/name\\[@revision]). "
+        "Or one recipe.yaml.",
     ),
 ]
 MethodName = Annotated[
@@ -59,6 +60,14 @@ Missing = Annotated[
     typer.Option(help="A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it."),
 ]
 OutputDtype = Annotated[str | None, typer.Option("--dtype", help="Output dtype; by default each tensor keeps the base's.")]
+SaveAs = Annotated[
+    str | None,
+    typer.Option("--as", help="What to write: 'model', or 'adapter' to merge LoRA adapters into one LoRA adapter."),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(help="With --as adapter: the largest rank to write. By default the merge's own, which loses nothing.", min=1),
+]
 ShardSize = Annotated[str | None, typer.Option(help="Largest output file, 5GB by default.")]
 AllowNonfinite = Annotated[
     bool,
@@ -97,6 +106,8 @@ def merge_command(
     orientation: OrientationName = None,
     missing: Missing = None,
     dtype: OutputDtype = None,
+    save_as: SaveAs = None,
+    rank: Rank = None,
     shard_size: ShardSize = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
@@ -132,13 +143,15 @@ def merge_command(
 
     [bold]acemerge merge recipe.yaml -o out[/]                             the same from a file, plus per-tensor rules
 
+    [bold]acemerge merge llama lora-a lora-b -o out --as adapter[/]        LoRA adapters into one; without --as, into a full model
+
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
     from acemerge.display import print_result
     from acemerge.pipeline import run_merge
 
-    flags = _given(method, preset, orientation, missing, dtype, shard_size)
+    flags = _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
     if allow_nonfinite:
         flags["allow_nonfinite"] = True
     recipe, relative_to = _recipe(models, settings, flags)
@@ -162,6 +175,8 @@ def plan_command(
     orientation: OrientationName = None,
     missing: Missing = None,
     dtype: OutputDtype = None,
+    save_as: SaveAs = None,
+    rank: Rank = None,
     shard_size: ShardSize = None,
     offline: Offline = False,
     as_json: AsJson = False,
@@ -176,7 +191,9 @@ def plan_command(
     from acemerge.resources import check_resources
     from acemerge.staging import check_output
 
-    recipe, relative_to = _recipe(models, settings, _given(method, preset, orientation, missing, dtype, shard_size))
+    recipe, relative_to = _recipe(
+        models, settings, _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
+    )
     if output is not None:
         check_output(output, overwrite=False)
     plan = make_plan(recipe, find_sources(recipe, relative_to, offline))
@@ -251,8 +268,8 @@ def task_command(
     print(f"{output}: the merged model for the task of '{expert}'")
 
 
-def _given(*values: str | None) -> dict[str, Any]:
-    names = ("method", "preset", "orientation", "missing", "dtype", "shard_size")
+def _given(*values: str | int | None) -> dict[str, Any]:
+    names = ("method", "preset", "orientation", "missing", "dtype", "save_as", "rank", "shard_size")
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from acemerge.adapter_output import overall_error
 from acemerge.methods import Method
 from acemerge.pipeline import MergeResult
 from acemerge.plan import Action, Plan
@@ -45,7 +46,8 @@ def print_plan(plan: Plan) -> None:
     table = _table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
     for tensor in plan.tensors:
         shape = "x".join(map(str, tensor.header.shape)) or "scalar"
-        why = tensor.reason or (f"by {tensor.method}" + (", stored [in, out]" if tensor.transposed else ""))
+        core = f", in a core of rank {tensor.rank}" if tensor.core else ""
+        why = tensor.reason or (f"by {tensor.method}{core}" + (", stored [in, out]" if tensor.transposed else ""))
         table.add_row(tensor.name, shape, tensor.output_dtype, tensor.action, why)
     for name, original in plan.omitted.items():
         table.add_row(name, "", "", "tied", f"stored once, as {original}")
@@ -67,11 +69,23 @@ def _print_summary(plan: Plan, console: Console) -> None:
     scope = f"preset {plan.family.name}: {plan.family.about}" if plan.method.touches == "matrices" else "every weight takes part"
     console.print(f"{scope}; orientation {plan.recipe.orientation}")
     console.print(f"{len(plan.tensors) + len(plan.omitted)} tensors: {counts}{tied}")
+    if any(expert.changes is not None for expert in plan.experts):
+        console.print(_routes(plan))
     if plan.heads:
         names = ", ".join(plan.experts[head.expert].name for head in plan.heads)
         console.print(f"each expert's own head goes to heads/: {names}")
     for note in plan.notes:
         console.print(f"note: {note}")
+
+
+def _routes(plan: Plan) -> str:
+    """How adapters are merged: in their low-rank core, or expanded."""
+    taking_part = [tensor for tensor in plan.tensors if tensor.method]
+    ranks = [tensor.rank for tensor in taking_part if tensor.core]
+    parts = [f"{len(ranks)} tensors merge in the adapters' common core, of rank {max(ranks)} at most"] if ranks else []
+    if len(ranks) < len(taking_part):
+        parts.append(f"{len(taking_part) - len(ranks)} as whole tensors, one at a time")
+    return "; ".join(parts)
 
 
 def print_result(result: MergeResult, verbose: bool) -> None:
@@ -90,6 +104,11 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     if branches:
         console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
     _print_warnings([warning for record in result.tensors for warning in record["warnings"]], console)
+    if result.plan.recipe.save_as == "adapter":
+        ranks = [record["rank"] for record in result.tensors if "relative_error" in record]
+        error = overall_error(result.tensors)
+        lost = f"relative error {error:.2e} over all tensors" if result.plan.recipe.rank else "nothing left out"
+        console.print(f"an adapter of rank {max(ranks, default=0)} at most, {lost}")
     size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
     console.print(f"wrote {result.output} ({human_bytes(size)})")
 

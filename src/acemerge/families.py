@@ -142,6 +142,22 @@ def may_be_added(name: str) -> bool:
     return not _ADDED_MODULES.isdisjoint(name.split(".")[:-1])
 
 
+def head_module(name: str) -> str:
+    """The module that a head's tensor belongs to, as a whole.
+
+    >>> head_module("classifier.out_proj.weight")
+    'classifier'
+    """
+    parts = name.split(".")[:-1]
+    end = next((index for index, part in enumerate(parts, 1) if part in _ADDED_MODULES), len(parts))
+    return ".".join(parts[:end])
+
+
+def is_output_layer(name: str) -> bool:
+    """Whether a tensor belongs to what a model puts on its backbone: a task's head, or the head it was pretrained with."""
+    return not (_ADDED_MODULES - {"pooler"}).isdisjoint(name.split(".")[:-1])
+
+
 def choose_family(preset: str, config: Mapping[str, Any], names: Iterable[str]) -> Family:
     """The named preset, or with 'auto' the one for the config's model_type, else the one the tensor names show."""
     if preset != "auto":
@@ -166,6 +182,18 @@ def is_stored_in_out(name: str, family: Family, tensors: Mapping[str, TensorHead
     return bias is not None and bias.shape == (columns,) and rows != columns
 
 
+def prefix_exchange(theirs: str, ours: str) -> tuple[str, str]:
+    """The prefixes in which two names of the same tensor differ.
+
+    >>> prefix_exchange("vit.layers.0.attention.q_proj.weight", "encoder.layer.0.attention.attention.query.weight")
+    ('vit.', '')
+    """
+    one, other = modern_name(theirs).split("."), modern_name(ours).split(".")
+    while one and other and one[-1] == other[-1]:
+        one.pop(), other.pop()
+    return "".join(f"{part}." for part in one), "".join(f"{part}." for part in other)
+
+
 # --- lining up names ---------------------------------------------------------------------------------------------------
 
 
@@ -176,14 +204,14 @@ def align_names(base: Mapping[str, TensorHeader], expert: Mapping[str, TensorHea
     the class that saved it. Of all ways to exchange one leading prefix for another, take the one under which most tensors
     agree in name and shape; names as they are win a tie.
     """
-    ours = {_modern(name): name for name in base}
-    modern_base = {_modern(name): header for name, header in base.items()}
-    modern_expert = {_modern(name): header for name, header in expert.items()}
+    ours = {modern_name(name): name for name in base}
+    modern_base = {modern_name(name): header for name, header in base.items()}
+    modern_expert = {modern_name(name): header for name, header in expert.items()}
     choices = [("", "")]
     if not (modern_expert.keys() <= modern_base.keys() or modern_base.keys() <= modern_expert.keys()):
         choices += [(old, new) for old in _prefixes(modern_expert) for new in _prefixes(modern_base)]
     old, new = max(choices, key=lambda choice: (_agreement(modern_base, modern_expert, *choice), choice == ("", "")))
-    exchanged = {name: _exchange(_modern(name), old, new, modern_base) for name in expert}
+    exchanged = {name: _exchange(modern_name(name), old, new, modern_base) for name in expert}
     return {name: ours.get(aligned, aligned) for name, aligned in exchanged.items()}
 
 
@@ -200,12 +228,12 @@ _RENAMED = (
 )
 
 
-def _modern(name: str) -> str:
+def modern_name(name: str) -> str:
     """A tensor's name as it is today.
 
-    >>> _modern("bert.embeddings.LayerNorm.gamma")
+    >>> modern_name("bert.embeddings.LayerNorm.gamma")
     'bert.embeddings.LayerNorm.weight'
-    >>> _modern("vit.encoder.layer.0.attention.attention.query.weight")
+    >>> modern_name("vit.encoder.layer.0.attention.attention.query.weight")
     'vit.layers.0.attention.q_proj.weight'
     """
     for old, new in _RENAMED:

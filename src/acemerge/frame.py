@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from acemerge.linalg import leading_directions
+
 Sides = Literal["both", "out", "in"]
 """Which sides of its matrices a method may see in other coordinates."""
 
@@ -90,3 +92,20 @@ def to_cores(experts: Sequence[Factors | None], shape: tuple[int, int], sides: S
     for t, own_written, own_read in zip(changed, written, read, strict=True):
         torch.mm(own_written, own_read.T, out=cores[t])
     return Frame(shape, left, right, device), cores
+
+
+def low_rank_factors(core: Float[Tensor, "p q"], frame: Frame, rank: int | None) -> tuple[Factors, float]:
+    """left X right^T as a product of two factors of equal size, and |.|_F^2 of that product.
+
+    At its own rank, which leaves out what float32 would not show, or at most at the rank given: the nearest matrix of that rank.
+    """
+    if frame.left is None and frame.right is None and rank is not None:
+        found = leading_directions(core, rank)  # a whole matrix: only the directions that are wanted
+        U, s, V = found.left.flip(1), found.values.flip(0), found.right.flip(1)
+    else:
+        U, s, Vt = torch.linalg.svd(core, full_matrices=False)
+        clear = int((s > torch.finfo(torch.float32).eps * s[:1]).sum())
+        kept = clear if rank is None else min(rank, clear)
+        U, s, V = U[:, :kept], s[:kept], Vt[:kept].T
+    half = s.sqrt()
+    return Factors(frame.to_left(U * half), frame.to_right((V * half).T)), float(s.square().sum())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from acemerge import __version__
+from acemerge.adapter_output import overall_error, write_adapter_config
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
 from acemerge.staging import Staging
@@ -27,9 +28,12 @@ Hashes = Mapping[str, Mapping[str, str]]
 def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes) -> None:
     """Everything of the output folder but the weights and the heads."""
     folder = staging.folder
-    for path in plan.base.side_files():
-        copy_side_file(path, folder, plan.recipe.dtype)
-    _write_index(plan, folder)
+    if plan.recipe.save_as == "adapter":
+        write_adapter_config(plan, sources, folder)
+    else:
+        for path in plan.base.side_files():
+            copy_side_file(path, folder, plan.recipe.dtype)
+        _write_index(plan, folder)
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
     (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
@@ -91,6 +95,7 @@ def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
     return {
         "acemerge": __version__,
         **content,
+        **({"relative_error": overall_error(content["tensors"])} if plan.recipe.save_as == "adapter" else {}),
         "unused": unused_tensors(plan),
         "inputs": {model: dict(files) for model, files in hashes.items()},
         "outputs": {shard: staging.finished[shard]["sha256"] for shard in plan.shards},
@@ -109,11 +114,13 @@ def unused_tensors(plan: Plan) -> dict[str, list[str]]:
 
 def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str:
     """README.md: front matter for the hub, then what was merged, how, and how to use it."""
-    hub_models = [s.hub_id for s in (sources.base, *sources.experts) if s.hub_id]
+    is_adapter = plan.recipe.save_as == "adapter"
+    models = [sources.base] if is_adapter else [sources.base, *sources.experts]
+    hub_models = [source.hub_id for source in models if source.hub_id]
     front: dict[str, Any] = {}
     if hub_models:
-        front |= {"base_model": hub_models, "base_model_relation": "merge"}
-    front |= {"library_name": "transformers", "tags": ["merge", "acemerge"]}
+        front |= {"base_model": hub_models, "base_model_relation": "adapter" if is_adapter else "merge"}
+    front |= {"library_name": "peft" if is_adapter else "transformers", "tags": ["merge", "acemerge"]}
     if licence := _licence(plan):
         front["license"] = licence
     files = "\n".join(f"| {model} | `{file}` | `{sha}` |" for model, own in hashes.items() for file, sha in own.items())
@@ -134,7 +141,7 @@ Base: {sources.base.public_name}. Experts:
 {experts}
 
 Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
-{_per_task_section(plan)}{_heads_section(plan)}
+{_adapter_section(plan)}{_per_task_section(plan)}{_heads_section(plan)}
 ## Recipe
 
 ```yaml
@@ -150,7 +157,26 @@ Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
 
 
 def _made(plan: Plan) -> str:
+    if plan.recipe.save_as == "adapter":
+        return "One adapter made from"
     return "One model per task, not one merged model, made from" if plan.per_task_methods else "One model made from"
+
+
+def _adapter_section(plan: Plan) -> str:
+    if plan.recipe.save_as != "adapter":
+        return ""
+    rank = f"of rank {plan.recipe.rank} at most" if plan.recipe.rank else "of the rank that the merge has, so nothing is lost"
+    return f"""
+## An adapter
+
+This is a PEFT LoRA adapter {rank}. It changes the base and needs it:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base_model, "this-folder")
+```
+"""
 
 
 def _per_task_section(plan: Plan) -> str:

@@ -20,6 +20,8 @@ from acemerge.frame import Sides
 from acemerge.methods import Method, Options, get_method
 from acemerge.recipe import Recipe
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+Form = Literal["value", "factors", "absent"]
 Action = Literal["merged", "averaged", "kept", "copied"]
 
 
@@ -48,11 +50,19 @@ class PlannedTensor:
     """Adapters are merged in their common low-rank core on these sides; None: as whole matrices."""
     rank: int = 0
     """The sum of the adapters' ranks, if there is a core."""
+    form: Form = "value"
+    """How the output holds it: as its value; as the factors of its change; or, left to the base, not at all."""
+    factors_rank: int = 0
+    """At most, if it is written as factors."""
 
     @property
     def output_bytes(self) -> int:
-        """Its size in the output."""
-        return self.header.elements * element_size(self.output_dtype)
+        """Its size in the output, at most."""
+        size = element_size(self.output_dtype)
+        if self.form == "factors":
+            rows = self.header.shape[0]
+            return (rows + self.header.elements // max(1, rows)) * self.factors_rank * size
+        return self.header.elements * size if self.form == "value" else 0
 
     @property
     def parts_bytes(self) -> int:
@@ -106,7 +116,8 @@ class PlannedTensor:
             _, rows, columns = self.matrix_shape
             bases = 3.0 * (rows + columns) * (self.rank + 1)
             working = tasks * p * q + get_method(self.method).float64_elements(tasks, p, q)
-            return int(8 * (bases + working) + self.output_bytes + self.header.elements * size)
+            leaving = self.header.elements * size if self.form == "value" else 0
+            return int(8 * (bases + working) + self.output_bytes + leaving)
         working = get_method(self.method).float64_elements(*self.matrix_shape) * 8
         return int(
             len(self.experts) * self.header.elements * size + max(working, self.header.elements * size) + self.output_bytes
@@ -140,7 +151,9 @@ class Plan:
 
     @cached_property
     def shards(self) -> dict[str, tuple[PlannedTensor, ...]]:
-        """Output file name -> its tensors, filled in order up to the shard size."""
+        """Output file name -> its tensors, filled in order up to the shard size; an adapter is one file."""
+        if self.recipe.save_as == "adapter":
+            return {ADAPTER_WEIGHTS: self.tensors}
         groups: list[list[PlannedTensor]] = [[]]
         filled = 0
         for tensor in self.tensors:
@@ -198,6 +211,7 @@ class Plan:
             "method": self.method.name,
             "options": asdict(self.options),
             "orientation": self.recipe.orientation,
+            "saved_as": self.recipe.save_as,
             "per_task": bool(self.per_task_methods),
             "totals": {
                 **{action: self.count(action) for action in ("merged", "averaged", "kept", "copied")},

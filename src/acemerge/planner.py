@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from acemerge.adapter import LoraChange
+from acemerge.adapter import Adapter, LoraChange
+from acemerge.adapter_output import plan_as_adapter
 from acemerge.checkpoint import Checkpoint, TensorHeader
 from acemerge.errors import InputError, PreflightError
 from acemerge.families import (
@@ -54,6 +55,9 @@ class _Planner:
         self._check_models()
         tensors = tuple(self._decide(name) for name in self.base.tensors if name not in self.omitted)
         heads = self._plan_heads(tensors)
+        if self.recipe.save_as == "adapter":
+            as_adapter, problems = plan_as_adapter(tensors, self.experts, self.recipe)
+            tensors, self.problems = tuple(as_adapter), [*self.problems, *problems]
         self._report_strangers()
         self._report_missing(tensors)
         self._say_one_model_per_task(tensors)
@@ -235,6 +239,8 @@ class _Planner:
 
     def _say_one_model_per_task(self, tensors: Sequence[PlannedTensor]) -> None:
         for name in per_task_methods(tensors):
+            if self.recipe.save_as == "adapter":
+                self.problems.append(f"--as adapter: method '{name}' makes one model per task, which one adapter cannot hold")
             self.notes.append(
                 f"method '{name}' makes one model per task, not one merged model: the output's own weights are only what the "
                 "tasks share; `acemerge task OUT EXPERT -o DIR` makes an expert's model"
@@ -247,7 +253,8 @@ class _Planner:
             expert = self.experts[index]
             own = [theirs for ours, theirs in names.items() if self._belongs_to_head(ours, theirs, planned, expert)]
             if own:
-                backbone = {theirs: ours for ours, theirs in names.items() if ours in planned and theirs not in own}
+                found = {theirs: ours for ours, theirs in names.items() if ours in planned and theirs not in own}
+                backbone = expert.backbone(planned) if isinstance(expert, Adapter) else found
                 heads.append(PlannedHead(index, tuple(own), backbone))
         return tuple(heads)
 
@@ -255,6 +262,9 @@ class _Planner:
         """Whether an expert's tensor is its own; reports it when it has no place in the output at all."""
         if ours in planned:
             return planned[ours].action == "kept" and "a task head" in planned[ours].reason
+        if expert.changes and theirs in expert.changes:
+            self.strangers.setdefault(expert.name, []).append(theirs)  # a change of nothing
+            return False
         known_elsewhere = ours in self.omitted or matches(theirs, (*BUFFERS, *self.family.buffers))
         if known_elsewhere or not expert.tensors[theirs].is_mergeable or self._is_tied_in(expert, theirs):
             return False

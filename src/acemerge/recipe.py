@@ -55,6 +55,9 @@ class Recipe(_Strict):
     dtype: Dtype | None = None
     allow_nonfinite: bool = False
     """Whether NaN and infinite values of the inputs go into the output, with a warning, instead of stopping the merge."""
+    save_as: Literal["model", "adapter"] = "model"
+    rank: Annotated[int, Field(ge=1)] | None = None
+    """Of an adapter: the largest rank to write; by default the merge's own, which loses nothing."""
     shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""
@@ -63,6 +66,8 @@ class Recipe(_Strict):
     def _experts_make_sense(self) -> Self:
         if not self.experts:
             raise ValueError("give at least one expert")
+        if self.rank is not None and self.save_as != "adapter":
+            raise ValueError("rank: only an adapter has one; say also save_as: adapter (--as adapter)")
         names = [expert.name for expert in self.experts if expert.name]
         if len(set(names)) < len(names):
             raise ValueError(f"two experts have the same name: {', '.join(names)}")

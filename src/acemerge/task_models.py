@@ -20,16 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from acemerge.adapter import Adapter, is_adapter
 from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_checkpoint, read_json
 from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
 from acemerge.staging import check_output, staged_output
+from acemerge.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
 from acemerge.task_vectors import REPAIR, count_nonfinite
 from acemerge.writer import MANIFEST, write_manifest, write_safetensors
-
-_HEAD_TENSORS = "head.safetensors"
-_HEAD_NAMES = "head.json"
 
 
 def write_heads(plan: Plan, folder: Path) -> None:
@@ -40,11 +39,16 @@ def write_heads(plan: Plan, folder: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         dtype = plan.recipe.dtype
         headers = [(name, _in_dtype(expert.tensors[name], dtype)) for name in head.tensors]
-        write_safetensors(target / _HEAD_TENSORS, headers, (_head_tensor(plan, expert, name, header) for name, header in headers))
-        names = {"backbone": dict(sorted(head.backbone.items()))}
-        (target / _HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+        write_safetensors(target / HEAD_TENSORS, headers, (_head_tensor(plan, expert, name, header) for name, header in headers))
+        names: dict[str, Any] = {"backbone": dict(sorted(head.backbone.items()))}
+        if isinstance(expert, Adapter):
+            names["task_type"] = expert.settings.get("task_type")
+        (target / HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         for path in expert.side_files():
             copy_side_file(path, target, dtype)
+        if isinstance(expert, Adapter) and plan.base.config:
+            config = expert.head_config(plan.base.config, {name: expert.tensors[name] for name in head.tensors})
+            (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _head_tensor(plan: Plan, expert: Checkpoint, name: str, header: TensorHeader) -> Tensor:
@@ -164,9 +168,9 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
         )
     return TaskModel(
         model,
-        read_json(head / _HEAD_NAMES)["backbone"] if has_head else {name: name for name in model.tensors},
-        tuple(p for p in head.iterdir() if p.name not in (_HEAD_TENSORS, _HEAD_NAMES)) if has_head else (),
-        open_checkpoint(head / _HEAD_TENSORS, expert) if has_head else None,
+        read_json(head / HEAD_NAMES)["backbone"] if has_head else {name: name for name in model.tensors},
+        tuple(p for p in head.iterdir() if p.name not in (HEAD_TENSORS, HEAD_NAMES)) if has_head else (),
+        open_checkpoint(head / HEAD_TENSORS, expert) if has_head else None,
         _open_parts(merged, f"tasks/{expert}", manifest),
         _open_parts(merged, "shared", manifest),
         {record["name"]: record["options"]["alpha"] for record in manifest.get("tensors", ()) if "options" in record},
@@ -174,11 +178,14 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
 
 
 def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwrite: bool = False) -> Path:
-    """Write an ordinary Hugging Face folder for one task: the merged backbone with what is that expert's own."""
+    """Write an ordinary Hugging Face folder for one task: the merged backbone, or adapter, with what is that expert's own."""
     merged, output = Path(merged).expanduser(), Path(output).expanduser()
     check_output(output, overwrite, [merged])
     if output.exists() and any(output.iterdir()) and "exported" not in read_json(output / MANIFEST):
         raise InputError(f"{output}: is a merge, not an earlier export, so it is not replaced; choose another output")
+    if is_adapter(merged):
+        export_task_adapter(merged, expert, output, overwrite=overwrite)
+        return output
     model = _open_task_model(merged, expert)
     headers = model.headers()
     with staged_output(output, digest="", resume=False, overwrite=overwrite) as staging:
@@ -206,9 +213,10 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
     loaded, report = getattr(transformers, architecture).from_pretrained(
         None, config=config, state_dict=state_dict, output_loading_info=True
     )
-    if report["missing_keys"] or report["unexpected_keys"]:
+    # A base may have a pooler that the adapter's own model was built without.
+    unexpected = sorted(name for name in report["unexpected_keys"] if ".pooler." not in f".{name}")
+    if report["missing_keys"] or unexpected:
         raise InputError(
-            f"{merged}, head '{expert}': {architecture} misses {sorted(report['missing_keys'])} and does not know "
-            f"{sorted(report['unexpected_keys'])}"
+            f"{merged}, head '{expert}': {architecture} misses {sorted(report['missing_keys'])} and does not know {unexpected}"
         )
     return loaded.eval()

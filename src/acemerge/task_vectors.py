@@ -16,7 +16,7 @@ from torch import Tensor
 from acemerge.adapter import LoraChange
 from acemerge.checkpoint import Checkpoint
 from acemerge.errors import MergeError
-from acemerge.frame import Factors, Frame, to_cores
+from acemerge.frame import Factors, Frame, low_rank_factors, standard_frame, to_cores
 from acemerge.linalg import sum_of_squares
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.registry import Fact
@@ -51,12 +51,8 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     if not any(energies):
         return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
     context = tensor_context(plan, planned, frame, statistics)
-    try:
-        merged = get_method(planned.method)(task_vectors, planned.options, context)
-    except ArithmeticError as error:
-        raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
+    merged, facts = _merge(plan, planned, task_vectors, context, energies)
     del task_vectors
-    facts = {**merged.facts, **(_norms(energies, merged) if planned.action == "merged" else {})}
     parts = _parts(planned, context, merged)
     shared = _shared_vector(planned, merged)
     exact = _add_base(merged.delta, base, planned, frame)
@@ -68,6 +64,51 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
             plan, planned, f"the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
         )
     return MergedTensor(value, facts, _warnings(planned, facts, given), shared, parts)
+
+
+@dataclass(frozen=True)
+class MergedFactors:
+    """A merged change as the product of two small matrices, in the method's orientation; facts and warnings for the report."""
+
+    factors: Factors
+    facts: Mapping[str, Fact]
+    warnings: tuple[str, ...] = ()
+
+
+def merge_to_factors(
+    plan: Plan, planned: PlannedTensor, device: torch.device, statistics: Any, rank: int | None
+) -> MergedFactors | None:
+    """The merged change of one tensor at its own rank, or at most at the one given; None if nobody changed it."""
+    task_vectors, frame = load_task_vectors(plan, planned, device)
+    energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
+    if not all(map(math.isfinite, energies)):
+        raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
+    if not any(energies):
+        return None
+    merged, facts = _merge(plan, planned, task_vectors, tensor_context(plan, planned, frame, statistics), energies)
+    del task_vectors
+    energy = sum_of_squares(merged.delta)
+    if not math.isfinite(energy):
+        raise MergeError(f"tensor '{planned.name}': the merged change is not finite; {_likely_cause(plan, planned)}")
+    core = merged.delta.flatten(1).double()
+    factors, kept = low_rank_factors(core, frame or standard_frame(core[None]), rank)
+    lost = max(0.0, energy - kept) if rank is not None else 0.0
+    error = math.sqrt(lost / energy) if energy else 0.0
+    facts |= {"norm": math.sqrt(energy), "rank": factors.left.shape[1], "relative_error": error}
+    return MergedFactors(factors, facts, _warnings(planned, facts, merged.warnings))
+
+
+def _merge(
+    plan: Plan, planned: PlannedTensor, task_vectors: Tensor, context: Context, energies: list[float]
+) -> tuple[Merged, dict[str, Fact]]:
+    """The method at work, and what it and the norms tell."""
+    assert planned.method is not None
+    assert planned.options is not None
+    try:
+        merged = get_method(planned.method)(task_vectors, planned.options, context)
+    except ArithmeticError as error:
+        raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
+    return merged, {**merged.facts, **(_norms(energies, merged) if planned.action == "merged" else {})}
 
 
 def _untouched(plan: Plan, planned: PlannedTensor, value: Tensor) -> MergedTensor:

@@ -70,7 +70,7 @@ def _encoded_header(headers: Sequence[tuple[str, TensorHeader]]) -> bytes:
 
 
 @dataclass
-class _GrowingFile:
+class GrowingFile:
     """A safetensors file whose tensors are not known beforehand: data first, to the side; the header at the end."""
 
     path: Path
@@ -78,10 +78,12 @@ class _GrowingFile:
     headers: list[tuple[str, TensorHeader]] = field(default_factory=list)
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """One more tensor."""
         self.headers.append((name, TensorHeader(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))))
         self.data.write(_bytes_of(tensor))
 
     def finish(self) -> None:
+        """Write the file."""
         starts = accumulate((header.nbytes for _, header in self.headers), initial=0)
         # Wide dtypes first keeps every tensor aligned in the file.
         ordered = sorted(zip(starts, self.headers, strict=False), key=lambda entry: -element_size(entry[1][1].dtype))
@@ -105,14 +107,14 @@ class PartsWriter:
 
     def __init__(self, folder: Path, shard: str, open_files: ExitStack) -> None:
         self._folder, self._shard, self._open_files = folder, shard, open_files
-        self._files: dict[str, _GrowingFile] = {}
+        self._files: dict[str, GrowingFile] = {}
 
-    def _file(self, place: str) -> _GrowingFile:
+    def _file(self, place: str) -> GrowingFile:
         if place not in self._files:
             path = self._folder / place / self._shard
             path.parent.mkdir(parents=True, exist_ok=True)
             data = self._open_files.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
-            self._files[place] = _GrowingFile(path, data)
+            self._files[place] = GrowingFile(path, data)
         return self._files[place]
 
     def add(self, name: str, shared: Mapping[str, Tensor], parts: Mapping[str, Mapping[str, Tensor]]) -> None:

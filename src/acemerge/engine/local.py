@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acemerge.adapter_output import AdapterWriter
 from acemerge.plan import Plan, PlannedTensor, tensor_record
 from acemerge.progress import Progress
 from acemerge.staging import Staging
 from acemerge.statistics import gather_statistics
-from acemerge.task_vectors import MergedTensor, merge_tensor, prefetch
+from acemerge.task_vectors import MergedTensor, merge_tensor, merge_to_factors, prefetch
 from acemerge.writer import PartsWriter, tensor_sha256, write_safetensors
 
 
@@ -41,6 +42,9 @@ class LocalEngine:
 
     def _run_shard(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Any) -> None:
         """Merge one shard's tensors straight into its file."""
+        if self.plan.recipe.save_as == "adapter":
+            self._run_adapter(shard, tensors, gathered)
+            return
         # Wide dtypes first keeps every tensor aligned in the file.
         ordered = sorted(tensors, key=lambda t: -t.output_bytes // max(1, t.header.elements))
         records: list[dict[str, Any]] = []
@@ -58,6 +62,30 @@ class LocalEngine:
             parts = PartsWriter(self.staging.folder, shard, open_files)
             digest = write_safetensors(self.staging.folder / shard, headers, values(parts))
             self.staging.finish(shard, {"sha256": digest, "parts": parts.finish(), "tensors": records})
+
+    def _run_adapter(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Any) -> None:
+        """Merge the adapters' tensors into one adapter; a tensor that stays with the base is only accounted for."""
+        records: list[dict[str, Any]] = []
+        with ExitStack() as open_files:
+            writer = AdapterWriter(self.plan, self.staging.folder, open_files)
+            for tensor in tensors:
+                facts: Mapping[str, Any] = {}
+                warnings: tuple[str, ...] = ()
+                statistics = gathered.get((tensor.method, tensor.options))
+                if tensor.form == "factors":
+                    factors = merge_to_factors(self.plan, tensor, self.device, statistics, self.plan.recipe.rank)
+                    if factors:
+                        writer.add_factors(tensor, factors)
+                    facts, warnings = (factors.facts, factors.warnings) if factors else ({"active_experts": 0}, ())
+                elif tensor.form == "value":
+                    merged = merge_tensor(self.plan, tensor, self.device, statistics)
+                    writer.add_value(tensor, merged.value)
+                    facts, warnings = merged.facts, merged.warnings
+                record = tensor_record(tensor, shard, self.plan.experts)
+                records.append({**record, **facts, "warnings": list(warnings), "written": tensor.form})
+                self.progress.advance(tensor)
+            digest = writer.finish()
+        self.staging.finish(shard, {"sha256": digest, "parts": {}, "tensors": records})
 
     def _merged(self, ordered: Sequence[PlannedTensor], gathered: Any) -> Iterator[tuple[PlannedTensor, MergedTensor]]:
         """Each tensor with its merged value; the next one's pages are brought in meanwhile."""
