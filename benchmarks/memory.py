@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from footprint import watch
 
 
 @dataclass(frozen=True)
@@ -89,43 +88,11 @@ print("done", flush=True); sys.stdin.readline()
 """
 
 
-def anonymous_memory(pid: int) -> int:
-    """RssAnon of a process, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def measure(shapes: Shapes, folder: Path) -> Measurement:
     """Merge the models of `folder` in a process of its own, sampling its memory."""
-    from threading import Event, Thread
-
-    command = [sys.executable, "-c", _CHILD, str(folder), str(shapes.experts)]
-    peak, stop = 0, Event()
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-
-        def sample() -> None:
-            nonlocal peak
-            while not stop.wait(0.003):
-                peak = max(peak, anonymous_memory(child.pid))
-
-        assert child.stdout.readline() == "ready\n"
-        footprint = anonymous_memory(child.pid)
-        sampler = Thread(target=sample)
-        sampler.start()
-        started = time.perf_counter()
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "done\n"
-        seconds = time.perf_counter() - started
-        stop.set()
-        sampler.join()
-        child.stdin.write("\n")
+    found = watch(_CHILD, str(folder), str(shapes.experts))
     sizes = [_elements(shape) for _, shape in shapes.tensors()]
-    return Measurement(shapes.experts, sum(sizes) * 4, max(sizes) * 4, footprint, peak, seconds)
+    return Measurement(shapes.experts, sum(sizes) * 4, max(sizes) * 4, found.before, found.peak, found.seconds)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

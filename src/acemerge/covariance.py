@@ -44,8 +44,7 @@ class Experts:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
-        shift = torch.outer(self._ones[rows], self._means[t])
-        return torch.sub(self._deltas[t][rows], shift, out=shift)  # float64 whatever the deltas are
+        return self._deltas[t][rows].to(torch.float64, copy=True).addr_(self._ones[rows], self._means[t], alpha=-1)
 
     def traces(self) -> list[float]:
         """tr_t = |C_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
