@@ -76,7 +76,7 @@ def train_adapter(task: Task, settings: Settings, folders: Folders) -> Path:
     steps = settings.finetuning_steps
     factors = [parameter for name, parameter in adapted.named_parameters() if "lora_" in name]
     minimise(map(answer_loss, batches(len(images), settings.batch_size, steps, generator)), factors, steps, 2e-3, 0.0)
-    adapted.save_pretrained(folders.expert(task.name))
+    adapted.save_pretrained(str(folders.expert(task.name)))
     return folders.expert(task.name)
 
 
