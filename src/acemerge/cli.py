@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -173,6 +173,7 @@ def plan_command(
     """
     from acemerge.display import print_plan
     from acemerge.pipeline import find_sources, make_plan
+    from acemerge.resources import check_resources
     from acemerge.staging import check_output
 
     recipe, relative_to = _recipe(models, settings, _given(method, preset, orientation, missing, dtype, shard_size))
@@ -314,20 +315,27 @@ def main() -> None:
     # On a busy machine this is the difference between one thread's speed and a tenth of it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     explain_bus_errors()
-    try:
-        with prompt_interruption():
+    with prompt_interruption() as interruption:
+        try:
             app()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
-    except Exception as error:
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
-            print(INTERRUPTION, end="", file=sys.stderr)
-        raise
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
+        except Exception as error:
+            if interruption.received:
+                _leave_interrupted()
+            if "--debug" in sys.argv:
+                traceback.print_exc()
+            print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
+            sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
+        except SystemExit as stop:
+            if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
+                _leave_interrupted()
+            raise
+
+
+def _leave_interrupted() -> NoReturn:
+    print(INTERRUPTION, end="", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 def _explain(error: Exception) -> str:
@@ -335,10 +343,9 @@ def _explain(error: Exception) -> str:
     if isinstance(error, AcemergeError | OSError):
         return str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return (
-            "out of memory; nothing was published. `acemerge plan` shows what a merge needs; close other programs or merge less"
-        )
-    return f"unexpected {type(error).__name__}: {error}; nothing was published. This is a bug: please report it with --debug's output"
+        return "out of memory; nothing was published. `acemerge plan` shows what is needed; close other programs, or merge less"
+    failure = f"unexpected {type(error).__name__}: {error}"
+    return f"{failure}; nothing was published. This is a bug: please report it with what --debug shows"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -10,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from acemerge.errors import InputError, did_you_mean
 from acemerge.sizes import parse_size
+from acemerge.untrusted import read_bounded
 
 Orientation = Literal["canonical", "stored"]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
@@ -93,16 +96,39 @@ def _explain(error: dict[str, Any]) -> str:
         *path, field = error["loc"]
         known = TensorRule.model_fields if "tensors" in path else Expert.model_fields
         return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
-    return f"{where}: {reason} (given: {error['input']!r})"
+    return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"
+
+
+_LARGEST_RECIPE = 200_000  # bytes: a thousand rules
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML without what a recipe has no use for: aliases, which a few lines can make endless, and a key given twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As SafeLoader, but no aliases."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed in a recipe; write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader, but each key once."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            raise yaml.YAMLError(f"'{twice[0]}' is given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The fields of a recipe file, not yet validated, so that the command line can override them."""
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # The loader builds plain values only: tags that would make objects are refused.
+        fields = yaml.load(read_bounded(path, _LARGEST_RECIPE), _RecipeLoader)
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply for a recipe") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(fields, dict):
         raise InputError(f"{path}: a recipe is a mapping with 'base' and 'experts'; found {type(fields).__name__}")
