@@ -21,9 +21,10 @@ from typing import Any
 
 import acemerge
 from acemerge import publishing
-from acemerge.cli import main
+from child import command, fork, wait
 from small_models import Models, write_models
 
+_NOWHERE = os.open(os.devnull, os.O_WRONLY)
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir", "os.truncate", "shutil.rmtree"}
 
@@ -47,8 +48,7 @@ class Scene:
     def disturbed(self) -> None:
         """The command line, whose exit codes are documented."""
         flags = ["-m", "emr", "--shard-size", "1kB", "-q", *(["--overwrite"] if self.overwrite else [])]
-        sys.argv = ["acemerge", "merge", *self.models.arguments, "-o", str(self.output), *flags]
-        main()
+        command("merge", *self.models.arguments, "-o", self.output, *flags)
 
     def prepare(self) -> None:
         for path in self.folder.glob("out*"):
@@ -61,33 +61,20 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Do some work in a process of its own; its id."""
+def start(work: Callable[[], object]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS[1:])  # a signal in the middle of forking would be Python's to handle
-    pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
-        return pid
-    code = 70
-    try:
+
+    def unblocked() -> None:
         signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(130))  # until the command line sets its own
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         work()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0
-    except BaseException as error:
-        os.write(1, f"merge failed: {type(error).__name__}: {error}\n".encode())
-    finally:
-        os._exit(code)
+
+    pid = fork(unblocked, _NOWHERE, _NOWHERE)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[1:])
+    return pid
 
 
-def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def watch_operations(action: Callable[[int], None]) -> None:
+def watch_operations(action: Callable[[int], object]) -> None:
     """Call `action` with a running number before every file-system operation of this process."""
     count = 0
 
@@ -105,11 +92,11 @@ def count_operations(scene: Scene) -> int:
     reader, writer = os.pipe()
 
     def work() -> None:
-        watch_operations(lambda _: None if os.write(writer, b".") else None)
+        watch_operations(lambda _: os.write(writer, b"."))
         scene.disturbed()
 
     scene.prepare()
-    pid = fork(work)
+    pid = start(work)
     os.close(writer)
     count = 0
     while block := os.read(reader, 65536):
@@ -124,11 +111,11 @@ def kill_at_operation(scene: Scene, number: int, with_signal: signal.Signals) ->
         watch_operations(lambda count: os.kill(os.getpid(), with_signal) if count == number else None)
         scene.disturbed()
 
-    return wait(fork(work))
+    return wait(start(work))
 
 
 def kill_at_moment(scene: Scene, seconds: float, with_signal: signal.Signals) -> int:
-    pid = fork(scene.disturbed)
+    pid = start(scene.disturbed)
     time.sleep(seconds)
     os.kill(pid, with_signal)
     return wait(pid)
@@ -141,7 +128,7 @@ def check(scene: Scene, whole: dict[str, bytes], earlier: dict[str, bytes], what
         found = tree(scene.output)
         assert found == whole or (scene.overwrite and found == earlier), (what, "half-made", sorted(found))
     if not scene.output.exists() or tree(scene.output) != whole:
-        again = wait(fork(scene.disturbed))
+        again = wait(start(scene.disturbed))
         assert again == 0, (what, "does not go on", again)
         assert [path.name for path in scene.folder.glob("out*")] == ["out"], (what, "litter")
     assert tree(scene.output) == whole, (what, "other bytes")
@@ -156,7 +143,7 @@ def run(folder: Path, trials: int, seed: int, *, overwrite: bool) -> dict[str, i
     operations = count_operations(scene)
     scene.prepare()
     started = time.monotonic()
-    assert wait(fork(scene.disturbed)) == 0
+    assert wait(start(scene.disturbed)) == 0
     duration = time.monotonic() - started
     choose = random.Random(seed)
     ends: dict[str, int] = {}

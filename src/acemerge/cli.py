@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 
 from acemerge import __version__
 from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
-from acemerge.process import INTERRUPTED, INTERRUPTION, explain_bus_errors, prompt_interruption
+from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
 from acemerge.recipe import Recipe, make_recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -315,22 +316,30 @@ def main() -> None:
     # On a busy machine this is the difference between one thread's speed and a tenth of it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     explain_bus_errors()
-    with prompt_interruption() as interruption:
-        try:
-            app()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
-        except Exception as error:
-            if interruption.received:
-                _leave_interrupted()
-            if "--debug" in sys.argv:
-                traceback.print_exc()
-            print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
-            sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
-        except SystemExit as stop:
-            if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
-                _leave_interrupted()
-            raise
+    try:
+        with prompt_interruption() as interruption:
+            _run(interruption)
+    except KeyboardInterrupt:  # while an error was being reported, or a second time
+        _leave_interrupted()
+
+
+def _run(interruption: Interruption) -> None:
+    """The command, with every way it can end turned into an exit code and at most one message."""
+    try:
+        app()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
+    except Exception as error:
+        if interruption.received:
+            _leave_interrupted()
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
+        sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
+            _leave_interrupted()
+        raise
 
 
 def _leave_interrupted() -> NoReturn:
@@ -342,7 +351,7 @@ def _explain(error: Exception) -> str:
     """One sentence for any failure, foreseen or not."""
     if isinstance(error, AcemergeError | OSError):
         return str(error)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or re.search("can.?not allocate memory|can't allocate memory", str(error), re.I):
         return "out of memory; nothing was published. `acemerge plan` shows what is needed; close other programs, or merge less"
     failure = f"unexpected {type(error).__name__}: {error}"
     return f"{failure}; nothing was published. This is a bug: please report it with what --debug shows"
