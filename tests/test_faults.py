@@ -129,7 +129,7 @@ def test_failing_to_write_keeps_finished_shards(models: Models, tmp_path: Path, 
     ("forbidden", "complaint"),
     [
         ("", "is not a writable folder"),
-        ("model.safetensors", "model.safetensors: cannot be read; you lack the permission"),
+        ("model.safetensors", "expert-0/model.safetensors: cannot be read; you lack the permission"),
         ("config.json", "config.json: cannot be read (Permission denied)"),
     ],
 )
@@ -139,6 +139,8 @@ def test_inputs_and_outputs_without_permission(tmp_path: Path, forbidden: str, c
         models = write_models(place / "models")
         (place / "open").mkdir()
         place.chmod(0o755)
+        for path in place.glob("models/*/*"):
+            path.chmod(0o644)
 
         def work() -> None:
             command("plan", *models.arguments)  # imports what another user may not be able to read

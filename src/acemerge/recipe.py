@@ -10,6 +10,11 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+try:
+    from yaml import CSafeLoader as FastLoader
+except ImportError:  # PyYAML without its part in C
+    from yaml import SafeLoader as FastLoader  # type: ignore[assignment]
+
 from acemerge.errors import InputError, did_you_mean
 from acemerge.sizes import parse_size
 from acemerge.untrusted import read_bounded
@@ -100,34 +105,38 @@ def _explain(error: dict[str, Any]) -> str:
 
 
 _LARGEST_RECIPE = 200_000  # bytes: a thousand rules
+_DEEPEST_RECIPE = 20
 
 
-class _RecipeLoader(yaml.SafeLoader):
-    """YAML without what a recipe has no use for: aliases, which a few lines can make endless, and a key given twice."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """As SafeLoader, but no aliases."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not allowed in a recipe; write the value out")
-        return super().compose_node(parent, index)
+class _RecipeLoader(FastLoader):
+    """Plain values only: tags that would make objects are refused, and so is a key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As SafeLoader, but each key once."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
             raise yaml.YAMLError(f"'{twice[0]}' is given twice{node.start_mark}")
         return super().construct_mapping(node, deep)
+
+
+def _parse_recipe(text: bytes) -> Any:
+    """YAML without what a recipe has no use for: aliases, which make a few lines endless, and endless nesting."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_RecipeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed in a recipe; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_RECIPE:
+            raise yaml.YAMLError("nested too deeply for a recipe")
+    return yaml.load(text, _RecipeLoader)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The fields of a recipe file, not yet validated, so that the command line can override them."""
     try:
-        # The loader builds plain values only: tags that would make objects are refused.
-        fields = yaml.load(read_bounded(path, _LARGEST_RECIPE), _RecipeLoader)
+        fields = _parse_recipe(read_bounded(path, _LARGEST_RECIPE))
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe file") from None
-    except RecursionError:
-        raise InputError(f"{path}: nested too deeply for a recipe") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(fields, dict):
