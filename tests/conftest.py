@@ -19,7 +19,6 @@ settings.register_profile(
     "fuzz",
     deadline=None,
     database=None,
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "10000")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("fuzz" if "FUZZ_EXAMPLES" in os.environ else "acemerge")

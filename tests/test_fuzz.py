@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
 import shutil
 import struct
@@ -16,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 import acemerge
 from acemerge.checkpoint import open_checkpoint, read_json
@@ -33,9 +35,15 @@ from acemerge.sizes import parse_size
 from acemerge.source import Source, resolve_source
 from acemerge.staging import staged_output
 from acemerge.verify import verify_output
-from small_models import base_tensors, write_model, write_models
+from small_models import base_tensors, write_models
 
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
 FOLDERS: dict[str, Path] = {}
+
+
+def fuzz(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As many examples as there is time for."""
+    return lambda test: settings(max_examples=EXAMPLES)(given(*strategies)(test))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,15 +117,11 @@ def open_and_read(path: Path) -> None:
 
 
 def sound_file(name: str, **options: Any) -> bytes:
-    root = Path(__import__("tempfile").mkdtemp())
-    try:
-        if name.endswith(".safetensors"):
-            write_model(root / "model", base_tensors())
-            return (root / "model/model.safetensors").read_bytes()
-        torch.save(base_tensors(), root / name, **options)
-        return (root / name).read_bytes()
-    finally:
-        shutil.rmtree(root)
+    if name.endswith(".safetensors"):
+        return save(base_tensors(), {"format": "pt"})
+    file = io.BytesIO()
+    torch.save(base_tensors(), file, **options)
+    return file.getvalue()
 
 
 SAFETENSORS = sound_file("model.safetensors")
@@ -125,7 +129,7 @@ PICKLE = sound_file("model.bin")
 LEGACY = sound_file("model.bin", _use_new_zipfile_serialization=False)
 
 
-@given(damaged(SAFETENSORS))
+@fuzz(damaged(SAFETENSORS))
 def test_safetensors_files(content: bytes) -> None:
     survives(lambda: open_and_read(as_file(content, "model.safetensors")))
 
@@ -145,23 +149,23 @@ HEADER_ENTRIES = st.fixed_dictionaries(
 )
 
 
-@given(
-    st.dictionaries(st.text(max_size=6) | st.just("__metadata__"), HEADER_ENTRIES | HEADER_VALUES, max_size=4),
-    st.binary(max_size=64),
-)
+HEADER_NAMES = st.text(max_size=6) | st.just("__metadata__")
+
+
+@fuzz(st.dictionaries(HEADER_NAMES, HEADER_ENTRIES | HEADER_VALUES, max_size=4), st.binary(max_size=64))
 def test_safetensors_headers(header: dict[str, Any], data: bytes) -> None:
     encoded = json.dumps(header).encode()
     survives(lambda: open_and_read(as_file(struct.pack("<Q", len(encoded)) + encoded + data, "model.safetensors")))
 
 
 @pytest.mark.filterwarnings("ignore")
-@given(damaged(PICKLE))
+@fuzz(damaged(PICKLE))
 def test_pickles(content: bytes) -> None:
     survives(lambda: open_and_read(as_file(content, "model.bin")))
 
 
 @pytest.mark.filterwarnings("ignore")
-@given(damaged(LEGACY))
+@fuzz(damaged(LEGACY))
 def test_pickles_in_the_old_format(content: bytes) -> None:
     survives(lambda: open_and_read(as_file(content, "model.bin")))
 
@@ -169,7 +173,7 @@ def test_pickles_in_the_old_format(content: bytes) -> None:
 # --- JSON --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
+@fuzz(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 @example(b"[" * 100_000)
 @example(b"1" * 10_000)
 def test_json(content: bytes) -> None:
@@ -183,7 +187,7 @@ JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text(max_size=12), st.text(max_size=12) | JSON, max_size=4) | JSON)
+@fuzz(st.dictionaries(st.text(max_size=12), st.text(max_size=12) | JSON, max_size=4) | JSON)
 def test_index_files(weight_map: Any) -> None:
     folder = FOLDERS["scratch"] / "indexed"
     folder.mkdir(exist_ok=True)
@@ -195,7 +199,7 @@ def test_index_files(weight_map: Any) -> None:
 CONFIG_KEYS = ("model_type", "tie_word_embeddings", "quantization_config", "architectures", "dtype", "torch_dtype")
 
 
-@given(st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON))
+@fuzz(st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON))
 def test_configs(config: dict[str, Any]) -> None:
     """Whatever a config says about the model, planning either works or explains."""
     root = FOLDERS["scratch"] / "configs"
@@ -223,17 +227,17 @@ SOUND_RECIPE = yaml.safe_dump(
 ).encode()
 
 
-@given(damaged(SOUND_RECIPE) | st.binary(max_size=100))
+@fuzz(damaged(SOUND_RECIPE) | st.binary(max_size=100))
 def test_recipe_files(content: bytes) -> None:
     survives(lambda: make_recipe(read_recipe(as_file(content, "recipe.yaml"))))
 
 
-@given(st.dictionaries(st.sampled_from([*Recipe.model_fields, "mehtod"]), JSON))
+@fuzz(st.dictionaries(st.sampled_from([*Recipe.model_fields, "mehtod"]), JSON))
 def test_recipes(fields: dict[str, Any]) -> None:
     survives(lambda: make_recipe(fields))
 
 
-@given(st.sampled_from(["ace", "ties", "linear", "slerp", "della", "wudi"]), st.data())
+@fuzz(st.sampled_from(["ace", "ties", "linear", "slerp", "della", "wudi"]), st.data())
 def test_options_of_methods(name: str, data: st.DataObject) -> None:
     method = get_method(name)
     known = [option.name for option in method.describe_options()]
@@ -241,12 +245,12 @@ def test_options_of_methods(name: str, data: st.DataObject) -> None:
     survives(lambda: method.options(options).check(3))
 
 
-@given(st.lists(st.text(max_size=20) | st.from_regex(r"\A[a-z]{1,5}=[-+0-9.e]{1,8}\Z"), max_size=3))
+@fuzz(st.lists(st.text(max_size=20) | st.from_regex(r"\A[a-z]{1,5}=[-+0-9.e]{1,8}\Z"), max_size=3))
 def test_settings_on_the_command_line(settings: list[str]) -> None:
     survives(lambda: get_method("ace").options(_parse_settings(settings)))
 
 
-@given(st.text(max_size=30) | st.from_regex(r"\A[ 0-9.]{0,6}[kmgtKMGT]?i?b?\Z"))
+@fuzz(st.text(max_size=30) | st.from_regex(r"\A[ 0-9.]{0,6}[kmgtKMGT]?i?b?\Z"))
 def test_sizes(text: str) -> None:
     try:
         size = parse_size(text)
@@ -255,7 +259,7 @@ def test_sizes(text: str) -> None:
     assert size >= 0
 
 
-@given(st.text(max_size=60))
+@fuzz(st.text(max_size=60))
 def test_model_names(text: str) -> None:
     survives(lambda: resolve_source(text, relative_to=FOLDERS["scratch"], offline=True))
 
@@ -272,13 +276,13 @@ def with_damage(folder: Path, file: str, content: bytes, work: Callable[[Path], 
     survives(lambda: work(copy))
 
 
-@given(st.data())
+@fuzz(st.data())
 def test_manifests(merged: Path, data: st.DataObject) -> None:
     content = data.draw(damaged((merged / "acemerge_manifest.json").read_bytes()))
     with_damage(merged, "acemerge_manifest.json", content, verify_output)
 
 
-@given(st.data())
+@fuzz(st.data())
 def test_task_models(merged: Path, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from(["acemerge_manifest.json", "tasks/expert-0/model.safetensors", "shared/model.safetensors"]))
     content = data.draw(damaged((merged / file).read_bytes()))
@@ -296,7 +300,7 @@ STATE = json.dumps(
 ).encode()
 
 
-@given(damaged(STATE) | st.binary(max_size=50))
+@fuzz(damaged(STATE) | st.binary(max_size=50))
 def test_the_note_of_an_interrupted_run(content: bytes) -> None:
     """Whatever it says, only files whose checksums hold are reused, and nothing outside the folder is touched."""
     root = FOLDERS["scratch"] / "staging"
@@ -310,7 +314,7 @@ def test_the_note_of_an_interrupted_run(content: bytes) -> None:
     assert (root / "precious").read_text() == "mine"
 
 
-@given(st.text(max_size=100) | st.text(max_size=50).map(lambda text: f"---\nlicense: {text}\n---\n"))
+@fuzz(st.text(max_size=100) | st.text(max_size=50).map(lambda text: f"---\nlicense: {text}\n---\n"))
 def test_model_cards(text: str) -> None:
     root = FOLDERS["scratch"] / "cards"
     if not root.exists():

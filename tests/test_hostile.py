@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
 import zipfile
 from collections.abc import Callable
@@ -150,7 +151,6 @@ def test_a_zip_bomb(tmp_path: Path) -> None:
     assert bomb.stat().st_size < 1_000_000
 
     def open_it() -> None:
-        resource = __import__("resource")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         assert "it may be a zip bomb" in refusal(lambda: open_checkpoint(bomb, "x"))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB

@@ -67,9 +67,7 @@ def test_kept_tensors_that_a_dtype_cannot_hold(models: Models, tmp_path: Path) -
 def test_a_merged_value_that_a_dtype_cannot_hold(models: Models, tmp_path: Path) -> None:
     for folder in (models.base, *models.experts):
         edit(folder, "layers.0.weight", lambda tensor: tensor.mul_(1e6))
-    with pytest.raises(
-        MergeError, match=r"not finite in float16; the inputs are finite, so try other options .* --dtype float32"
-    ):
+    with pytest.raises(MergeError, match=r"not finite in float16; the inputs are finite, so try .* --dtype float32"):
         acemerge.merge(models.base, models.experts, tmp_path / "out", dtype="float16")
     result = acemerge.merge(models.base, models.experts, tmp_path / "out", dtype="float16", allow_nonfinite=True)
     assert any("not finite in float16" in warning for warning in result.warnings)
