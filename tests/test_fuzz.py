@@ -43,7 +43,8 @@ FOLDERS: dict[str, Path] = {}
 
 def fuzz(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As many examples as there is time for."""
-    return lambda test: settings(max_examples=EXAMPLES)(given(*strategies)(test))
+    given_all: Any = given(*strategies)
+    return lambda test: settings(max_examples=EXAMPLES)(given_all(test))
 
 
 @pytest.fixture(autouse=True, scope="module")
