@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint types unit setup clean
+.PHONY: help demo test lint types unit setup fuzz kill clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -31,6 +31,16 @@ types: setup
 
 unit: setup
 	$(BIN)/pytest
+
+FUZZ_EXAMPLES ?= 10000
+fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000)
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/pytest tests/test_fuzz.py --hypothesis-show-statistics
+
+kill: setup  ## kill a merge at every one of its file-system operations
+	for flags in "" "--overwrite" "--overwrite --no-exchange"; do \
+	  folder=$$(mktemp -d) && PYTHONPATH=tests $(BIN)/python tests/kill_harness.py $$folder/scene --every $$flags; \
+	  code=$$?; rm -rf "$$folder"; [ $$code = 0 ] || exit $$code; \
+	done
 
 clean:  ## remove what make created
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,4 +15,11 @@ install_import_hook(
 
 # A busy machine is no failure: nothing here may depend on how long an example takes.
 settings.register_profile("acemerge", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("acemerge")
+# `make fuzz`: other random numbers every time, as many examples as are asked for.
+settings.register_profile(
+    "fuzz",
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("fuzz" if "FUZZ_EXAMPLES" in os.environ else "acemerge")

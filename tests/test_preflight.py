@@ -182,3 +182,24 @@ def test_same_basename_experts_get_names_from_their_parents(tmp_path: Path) -> N
 
 def test_preflight_error_is_an_input_error() -> None:
     assert str(PreflightError(["one"])).startswith("1 problem found")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"method": "linear", "weights": [1, 2, 3]}, "are 3 numbers for 2 experts; give one per expert for 'layers.0.weight'"),
+        ({"method": "slerp"}, "method 'slerp' takes exactly 2 experts, 1 were given for 'layers.0.weight'"),
+    ],
+)
+def test_what_too_few_experts_cannot_do_is_reported_before_any_work(
+    models: Models, tmp_path: Path, options: dict[str, object], complaint: str
+) -> None:
+    edit(models.experts[0], lambda t: t.pop("layers.0.weight"))
+    fewer = Models(models.base, models.experts[:2]) if options["method"] == "slerp" else models
+    assert complaint in problems(fewer, tmp_path / "out", missing="skip", **options)
+
+
+def test_a_rule_whose_method_takes_another_number_of_experts(models: Models, tmp_path: Path) -> None:
+    rules = [{"match": "layers.*", "method": "slerp"}]
+    message = problems(models, tmp_path / "out", tensors=rules)
+    assert message.count("takes exactly 2 experts, 3 were given for 'layers.0.bias', 'layers.0.weight', 'layers.1.weight'") == 1

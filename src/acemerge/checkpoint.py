@@ -211,7 +211,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _indexed_shards(index: Path) -> list[Path]:
     shards = list(dict.fromkeys(_weight_map(index).values()))
-    strange = [shard for shard in shards if Path(shard).name != shard]
+    strange = [shard for shard in shards if Path(shard).name != shard or shard in ("", "..") or not shard.isprintable()]
     if strange:
         raise InputError(f"{index}: shard names must be plain file names beside the index, found {strange[0]!r}")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
@@ -229,7 +229,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _unindexed_files(path: Path) -> list[Path]:
     """A folder with no standard name or index: a full set of numbered shards, or one single weights file."""
-    present = sorted(p for p in path.iterdir() if p.name.endswith(WEIGHT_SUFFIXES) and p.name != "training_args.bin")
+    if not path.is_dir():
+        raise InputError(f"{path}: neither a folder nor an ordinary file")
+    files = (p for p in path.iterdir() if p.is_file())  # not pipes or devices
+    present = sorted(p for p in files if p.name.endswith(WEIGHT_SUFFIXES) and p.name != "training_args.bin")
     safetensors = [p for p in present if p.suffix == ".safetensors"]
     candidates = safetensors or present
     numbered = [(p, match) for p in candidates if (match := _SHARD.fullmatch(p.name))]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from acemerge import __version__
 from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
-from acemerge.process import INTERRUPTED, INTERRUPTION, explain_bus_errors, prompt_interruption
+from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
 from acemerge.recipe import Recipe, make_recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -340,30 +341,44 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     explain_bus_errors()
     try:
-        with prompt_interruption():
-            app()
+        with prompt_interruption() as interruption:
+            _run(interruption)
+    except KeyboardInterrupt:  # while an error was being reported, or a second time
+        _leave_interrupted()
+
+
+def _run(interruption: Interruption) -> None:
+    """The command, with every way it can end turned into an exit code and at most one message."""
+    try:
+        app()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
     except Exception as error:
+        if interruption.received:
+            _leave_interrupted()
         if "--debug" in sys.argv:
             traceback.print_exc()
         print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
-            print(INTERRUPTION, end="", file=sys.stderr)
+            _leave_interrupted()
         raise
+
+
+def _leave_interrupted() -> NoReturn:
+    print(INTERRUPTION, end="", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 def _explain(error: Exception) -> str:
     """One sentence for any failure, foreseen or not."""
     if isinstance(error, AcemergeError | OSError):
         return str(error)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return (
-            "out of memory; nothing was published. `acemerge plan` shows what a merge needs; close other programs or merge less"
-        )
-    return f"unexpected {type(error).__name__}: {error}; nothing was published. This is a bug: report it with --debug's output"
+    if isinstance(error, MemoryError) or re.search("can.?not allocate memory|can't allocate memory", str(error), re.I):
+        return "out of memory; nothing was published. `acemerge plan` shows what is needed; close other programs, or merge less"
+    failure = f"unexpected {type(error).__name__}: {error}"
+    return f"{failure}; nothing was published. This is a bug: please report it with what --debug shows"
 
 
 if __name__ == "__main__":

@@ -54,9 +54,10 @@ def print_plan(plan: Plan) -> None:
     console = _console()
     console.print(table)
     _print_summary(plan, console)
+    most, besides = ("at most ", ", shared/ and tasks/") if plan.per_task_methods else ("", "")
     console.print(
-        f"reads {human_bytes(plan.input_bytes)}, writes {human_bytes(plan.output_bytes)} in {len(plan.shards)} file(s)"
-        f"{' and, at most, in shared/ and tasks/' if plan.per_task_methods else ''}, "
+        f"reads {human_bytes(plan.input_bytes)}, writes {most}{human_bytes(plan.output_bytes)} in {len(plan.shards)} file(s)"
+        f"{besides}, "
         f"peak memory about {human_bytes(plan.peak_memory)} beyond the program itself, about {plan.flops / 1e9:.1f} GFLOP"
     )
 

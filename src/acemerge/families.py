@@ -166,7 +166,8 @@ def choose_family(preset: str, config: Mapping[str, Any], names: Iterable[str]) 
             raise InputError(f"there is no preset '{preset}': {did_you_mean(preset, [*by_name, 'auto'])}")
         return by_name[preset]
     generic = FAMILIES[-1]
-    if model_type := config.get("model_type"):
+    model_type = config.get("model_type")
+    if model_type and isinstance(model_type, str):
         return next((family for family in FAMILIES if model_type in family.model_types), generic)
     names = list(names)
     signed = (family for family in FAMILIES if family.signature)

@@ -104,7 +104,7 @@ def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
 
 
 def unused_tensors(plan: Plan) -> dict[str, list[str]]:
-    """Each expert's tensors that are neither merged, averaged nor its own head: the base's are kept, copied or tied."""
+    """Each expert's tensors that are neither merged, averaged nor its head: the base's are kept or copied, or they are tied."""
     used = {(source.expert, source.name) for tensor in plan.tensors for source in tensor.experts}
     used |= {(head.expert, name) for head in plan.heads for name in head.tensors}
     return {

@@ -37,19 +37,34 @@ def explain_bus_errors() -> None:
     ctypes.CDLL(None).signal(int(signal.SIGBUS), _BUS_ERROR_HANDLER)
 
 
+class Interruption:
+    """Whether Ctrl-C was pressed. Libraries sometimes turn the exception that Python makes of it into another one."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.ended = Event()
+
+    def receive(self, _signal: int, _frame: object) -> None:
+        """Note it, then do what Python does."""
+        self.received = True
+        raise KeyboardInterrupt
+
+
 @contextmanager
-def prompt_interruption() -> Iterator[None]:
+def prompt_interruption() -> Iterator[Interruption]:
     """End soon after Ctrl-C even where Python is waiting for a long matrix decomposition, whose end it would wait for."""
+    interruption = Interruption()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    ended = Event()
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    Thread(target=_end_after_interruption, args=(reader, ended), daemon=True).start()
+    descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handler_before = signal.signal(signal.SIGINT, interruption.receive)
+    Thread(target=_end_after_interruption, args=(reader, interruption.ended), daemon=True).start()
     try:
-        yield
+        yield interruption
     finally:
-        signal.set_wakeup_fd(before)
-        ended.set()
+        signal.signal(signal.SIGINT, handler_before)
+        signal.set_wakeup_fd(descriptor_before)
+        interruption.ended.set()
         os.close(writer)
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+try:
+    from yaml import CSafeLoader as FastLoader
+except ImportError:  # PyYAML without its part in C
+    from yaml import SafeLoader as FastLoader  # type: ignore[assignment]
+
 from acemerge.errors import InputError, did_you_mean
 from acemerge.sizes import parse_size
+from acemerge.untrusted import read_bounded
 
 Orientation = Literal["canonical", "stored"]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
@@ -98,16 +106,43 @@ def _explain(error: dict[str, Any]) -> str:
         *path, field = error["loc"]
         known = TensorRule.model_fields if "tensors" in path else Expert.model_fields
         return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
-    return f"{where}: {reason} (given: {error['input']!r})"
+    return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"
+
+
+_LARGEST_RECIPE = 200_000  # bytes: a thousand rules
+_DEEPEST_RECIPE = 20
+
+
+class _RecipeLoader(FastLoader):
+    """Plain values only: tags that would make objects are refused, and so is a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader, but each key once."""
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise yaml.YAMLError(f"'{twice[0]}' is given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
+def _parse_recipe(text: bytes) -> Any:
+    """YAML without what a recipe has no use for: aliases, which make a few lines endless, and endless nesting."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_RecipeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed in a recipe; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_RECIPE:
+            raise yaml.YAMLError("nested too deeply for a recipe")
+    return yaml.load(text, _RecipeLoader)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The fields of a recipe file, not yet validated, so that the command line can override them."""
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = _parse_recipe(read_bounded(path, _LARGEST_RECIPE))
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(fields, dict):
         raise InputError(f"{path}: a recipe is a mapping with 'base' and 'experts'; found {type(fields).__name__}")

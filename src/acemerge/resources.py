@@ -10,7 +10,7 @@ from acemerge.sizes import human_bytes
 from acemerge.staging import partial_folder
 
 FORCE = "or pass --force to try"
-_DOCUMENTS_PER_TENSOR = 1_500  # bytes of manifest and index
+_DOCUMENTS, _DOCUMENTS_PER_TENSOR = 20_000, 2_000  # bytes of card, recipe, manifest and index
 
 
 def check_resources(output: Path, plan: Plan, device: str = "cpu") -> list[str]:
@@ -23,7 +23,7 @@ def needed_space(plan: Plan) -> int:
     """Bytes on disk while the output is being written: weights, parts and their temporary copy, copied files, documents."""
     owners = [plan.base, *(plan.experts[head.expert] for head in plan.heads)]
     copied = sum(path.stat().st_size for model in owners for path in model.side_files())
-    return plan.output_bytes + plan.temporary_bytes + copied + _DOCUMENTS_PER_TENSOR * len(plan.tensors)
+    return plan.output_bytes + plan.temporary_bytes + copied + _DOCUMENTS + _DOCUMENTS_PER_TENSOR * len(plan.tensors)
 
 
 def check_space(output: Path, needed: int) -> str | None:

@@ -84,7 +84,10 @@ class Staging:
                     )
 
     def _write_state(self) -> None:
-        state = {"digest": self.digest, "finished": self.finished, "inputs": self.inputs.known() if self.inputs else {}}
+        known = self.inputs.known() if self.inputs else {}
+        # What an earlier run noted stands: its shards are still here.
+        inputs = {model: {**files, **self.earlier_inputs.get(model, {})} for model, files in known.items()}
+        state = {"digest": self.digest, "finished": self.finished, "inputs": inputs}
         temporary = self.folder / f"{_STATE}.new"
         temporary.write_text(json.dumps(state))
         temporary.replace(self.folder / _STATE)

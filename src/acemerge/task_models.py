@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from acemerge.adapter import Adapter, is_adapter
@@ -28,6 +29,7 @@ from acemerge.side_files import copy_side_file
 from acemerge.staging import check_output, staged_output
 from acemerge.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
 from acemerge.task_vectors import REPAIR, count_nonfinite
+from acemerge.untrusted import check_inside
 from acemerge.writer import MANIFEST, write_manifest, write_safetensors
 
 
@@ -96,7 +98,15 @@ class TaskModel:
         part = self.parts.of(name)
         if not part:
             return value
-        shared = self.shared.of(name)
+        try:
+            return self._with_parts(name, value, part, self.shared.of(name))
+        except (KeyError, RuntimeError, ValueError):
+            raise InputError(
+                f"{self.merged.location}: what tasks/ and shared/ hold for '{name}' does not fit the merged tensor; copy the "
+                "whole output folder again (`acemerge verify` shows what has changed)"
+            ) from None
+
+    def _with_parts(self, name: str, value: Tensor, part: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> Tensor:
         exact = value.to(torch.float64, copy=True)
         if "lost" in shared:
             exact += shared["lost"]
@@ -113,6 +123,8 @@ class TaskModel:
 
 def _unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
     """The mask that `task_vectors` packed."""
+    if len(bits) != (shape.numel() + 7) // 8:
+        raise ValueError(f"{len(bits)} bytes of mask for {shape.numel()} entries")
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).reshape(shape)
 
 
@@ -136,20 +148,55 @@ class Parts:
         return {part: file.read(f"{name}:{part}") for part, file in self._where.get(name, {}).items()}
 
 
-def _open_parts(merged: Path, place: str, manifest: Mapping[str, Any]) -> Parts:
+def _open_parts(merged: Path, place: str, manifest: _Account) -> Parts:
     """The files that the manifest names there. Not every shard has one: some hold nothing that is a task's own."""
-    paths = [merged / path for path in manifest.get("parts", ()) if Path(path).parent == Path(place)]
+    paths = [merged / path for path in manifest.parts if Path(path).parent == Path(place)]
     for path in paths:
         if not path.is_file():
             raise InputError(f"{path}: missing, but named in {MANIFEST}; copy the whole output folder")
     return Parts(tuple(open_checkpoint(path, place) for path in paths))
 
 
+class _TensorOptions(BaseModel):
+    alpha: float
+
+
+class _TensorAccount(BaseModel):
+    name: str
+    options: _TensorOptions | None = None
+
+
+class _Account(BaseModel):
+    """What a merge's manifest says about its tasks."""
+
+    per_task: bool = False
+    experts: list[str] = Field(default_factory=list)
+    parts: dict[str, str] = Field(default_factory=dict)
+    tensors: list[_TensorAccount] = Field(default_factory=list)
+
+
+def _read_account(merged: Path) -> _Account:
+    if not (merged / MANIFEST).is_file():
+        return _Account()
+    try:
+        return _Account.model_validate(read_json(merged / MANIFEST))
+    except ValidationError:
+        raise InputError(f"{merged / MANIFEST}: damaged, or of another version; copy the whole output folder again") from None
+
+
+def _read_backbone(path: Path, merged: Checkpoint) -> dict[str, str]:
+    """The expert's names of the merged tensors."""
+    backbone = read_json(path).get("backbone")
+    if not isinstance(backbone, dict) or not all(isinstance(name, str) and name in merged.tensors for name in backbone.values()):
+        raise InputError(f"{path}: names tensors that the merged model does not have; copy the whole output folder again")
+    return backbone
+
+
 def _open_task_model(merged: Path, expert: str) -> TaskModel:
     if not merged.is_dir():
         raise InputError(f"{merged}: no such folder")
-    manifest = read_json(merged / MANIFEST) if (merged / MANIFEST).is_file() else {}
-    with_parts = manifest["experts"] if manifest.get("per_task") else []
+    manifest = _read_account(merged)
+    with_parts = manifest.experts if manifest.per_task else []
     known = sorted({*with_parts, *(path.name for path in merged.glob("heads/*") if path.is_dir())})
     if not known:
         raise InputError(
@@ -166,14 +213,17 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
             f"{head}: has no config.json, because expert '{expert}' was given as a bare weights file; put the config of that "
             "expert's model there"
         )
+    beside = sorted(head.iterdir()) if has_head else []
+    side_files = tuple(path for path in beside if path.is_file() and path.name not in (HEAD_TENSORS, HEAD_NAMES))
+    check_inside(head, side_files)
     return TaskModel(
         model,
-        read_json(head / HEAD_NAMES)["backbone"] if has_head else {name: name for name in model.tensors},
-        tuple(p for p in head.iterdir() if p.name not in (HEAD_TENSORS, HEAD_NAMES)) if has_head else (),
+        _read_backbone(head / HEAD_NAMES, model) if has_head else {name: name for name in model.tensors},
+        side_files,
         open_checkpoint(head / HEAD_TENSORS, expert) if has_head else None,
         _open_parts(merged, f"tasks/{expert}", manifest),
         _open_parts(merged, "shared", manifest),
-        {record["name"]: record["options"]["alpha"] for record in manifest.get("tensors", ()) if "options" in record},
+        {tensor.name: tensor.options.alpha for tensor in manifest.tensors if tensor.options},
     )
 
 

@@ -89,7 +89,8 @@ def check_plain(path: Path, name: str, tensor: Tensor) -> None:
     import torch
 
     problem = None
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         problem = f"is not a plain dense tensor ({type(tensor).__name__}, {tensor.layout}, {tensor.dtype})"
     elif tensor.device.type != "cpu":
         problem = f"has no data in the file (device '{tensor.device.type}')"

@@ -1,0 +1,337 @@
+"""A fuzz target per parser: whatever a file holds, the answer is a value or one of acemerge's own errors.
+
+`make fuzz` runs the same for longer, with other random numbers every time: see `conftest.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+
+import acemerge
+from acemerge.checkpoint import open_checkpoint, read_json
+from acemerge.cli import _parse_settings
+from acemerge.errors import AcemergeError
+from acemerge.families import choose_family
+from acemerge.methods import get_method
+from acemerge.model_card import _licence
+from acemerge.pipeline import Sources, make_plan
+from acemerge.recipe import Recipe, make_recipe, read_recipe
+from acemerge.sizes import parse_size
+from acemerge.source import Source, resolve_source
+from acemerge.staging import staged_output
+from acemerge.verify import verify_output
+from small_models import base_tensors, write_models
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
+FOLDERS: dict[str, Path] = {}
+
+
+def fuzz(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As many examples as there is time for."""
+    given_all: Any = given(*strategies)
+    return lambda test: settings(max_examples=EXAMPLES)(given_all(test))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    FOLDERS["scratch"] = tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small output with heads, parts and everything."""
+    root = tmp_path_factory.mktemp("merged")
+    models = write_models(root)
+    acemerge.merge(models.base, models.experts, root / "out", method="emr")
+    return root / "out"
+
+
+def survives(work: Callable[[], object]) -> None:
+    """Only acemerge's own errors, and never an endless message."""
+    message = "none"
+    try:
+        work()
+    except AcemergeError as error:
+        message = str(error)
+    assert 0 < len(message) < 20_000
+
+
+@st.composite
+def damaged(draw: st.DrawFn, sound: bytes) -> bytes:
+    """A sound file with a few bytes changed, cut out, put in or repeated."""
+    chooser = draw(st.randoms(use_true_random=False))
+    content = bytearray(sound)
+    for _ in range(draw(st.integers(1, 6))):
+        _damage(content, chooser)
+    return bytes(content)
+
+
+def _damage(content: bytearray, chooser: random.Random) -> None:
+    at = chooser.randrange(len(content) + 1)
+    length = chooser.choice([1, 1, 2, 4, 8, 64])
+    kind = chooser.choice(["flip", "cut", "insert", "repeat", "number", "end"])
+    if kind == "flip" and at < len(content):
+        content[at] ^= 1 << chooser.randrange(8)
+    elif kind == "cut":
+        del content[at : at + length]
+    elif kind == "insert":
+        content[at:at] = chooser.randbytes(length)
+    elif kind == "repeat":
+        content[at:at] = content[at : at + length] * chooser.choice([1, 2, 100])
+    elif kind == "number":
+        content[at : at + 8] = struct.pack("<Q", chooser.choice([0, 1, 2**31, 2**32, 2**63, 2**64 - 1]))
+    else:
+        del content[at:]
+
+
+def as_file(content: bytes, name: str) -> Path:
+    path = FOLDERS["scratch"] / name
+    path.write_bytes(content)
+    return path
+
+
+def open_and_read(path: Path) -> None:
+    model = open_checkpoint(path, "x")
+    for name, header in model.tensors.items():
+        if header.nbytes < 1_000_000:
+            tensor = model.read(name)
+            assert tuple(tensor.shape) == header.shape
+            tensor.clone()
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------
+
+
+def sound_file(name: str, **options: Any) -> bytes:
+    if name.endswith(".safetensors"):
+        return save(base_tensors(), {"format": "pt"})
+    file = io.BytesIO()
+    torch.save(base_tensors(), file, **options)
+    return file.getvalue()
+
+
+SAFETENSORS = sound_file("model.safetensors")
+PICKLE = sound_file("model.bin")
+LEGACY = sound_file("model.bin", _use_new_zipfile_serialization=False)
+
+
+@fuzz(damaged(SAFETENSORS))
+def test_safetensors_files(content: bytes) -> None:
+    survives(lambda: open_and_read(as_file(content, "model.safetensors")))
+
+
+HEADER_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+HEADER_ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "F64", "BF16", "I64", "BOOL", "F8_E8M0", "X"]) | HEADER_VALUES,
+        "shape": st.lists(st.integers(-2, 9) | st.integers(0, 2**64), max_size=4) | HEADER_VALUES,
+        "data_offsets": st.lists(st.integers(-1, 64) | st.integers(0, 2**64), min_size=1, max_size=3) | HEADER_VALUES,
+    },
+)
+
+
+HEADER_NAMES = st.text(max_size=6) | st.just("__metadata__")
+
+
+@fuzz(st.dictionaries(HEADER_NAMES, HEADER_ENTRIES | HEADER_VALUES, max_size=4), st.binary(max_size=64))
+def test_safetensors_headers(header: dict[str, Any], data: bytes) -> None:
+    encoded = json.dumps(header).encode()
+    survives(lambda: open_and_read(as_file(struct.pack("<Q", len(encoded)) + encoded + data, "model.safetensors")))
+
+
+@pytest.mark.filterwarnings("ignore")
+@fuzz(damaged(PICKLE))
+def test_pickles(content: bytes) -> None:
+    survives(lambda: open_and_read(as_file(content, "model.bin")))
+
+
+@pytest.mark.filterwarnings("ignore")
+@fuzz(damaged(LEGACY))
+def test_pickles_in_the_old_format(content: bytes) -> None:
+    survives(lambda: open_and_read(as_file(content, "model.bin")))
+
+
+# --- JSON --------------------------------------------------------------------------------------------------------------
+
+
+@fuzz(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
+@example(b"[" * 100_000)
+@example(b"1" * 10_000)
+def test_json(content: bytes) -> None:
+    survives(lambda: read_json(as_file(content, "config.json")))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@fuzz(st.dictionaries(st.text(max_size=12), st.text(max_size=12) | JSON, max_size=4) | JSON)
+def test_index_files(weight_map: Any) -> None:
+    folder = FOLDERS["scratch"] / "indexed"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(SAFETENSORS)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    survives(lambda: open_checkpoint(folder, "x"))
+
+
+CONFIG_KEYS = ("model_type", "tie_word_embeddings", "quantization_config", "architectures", "dtype", "torch_dtype")
+
+
+@fuzz(st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON))
+def test_configs(config: dict[str, Any]) -> None:
+    """Whatever a config says about the model, planning either works or explains."""
+    root = FOLDERS["scratch"] / "configs"
+    if not root.exists():
+        write_models(root)
+    (root / "base/config.json").write_text(json.dumps(config))
+    recipe = make_recipe({"base": "x", "experts": ["y"]})
+    sources = Sources(Source("x", root / "base"), (Source("y", root / "expert-0"),), ("x", "y"))
+    survives(lambda: make_plan(recipe, sources).digest)
+    survives(lambda: choose_family("auto", config, []))
+
+
+# --- recipes and arguments ---------------------------------------------------------------------------------------------
+
+SOUND_RECIPE = yaml.safe_dump(
+    {
+        "base": "base",
+        "experts": ["a", {"model": "b", "name": "second"}],
+        "method": "ace",
+        "options": {"epsilon": 0.1},
+        "tensors": [{"match": "*.bias", "do": "keep"}, {"match": "*", "method": "ties", "options": {"keep": 0.2}}],
+        "shard_size": "5GB",
+        "inputs": {"base": {"model.safetensors": "0" * 64}},
+    }
+).encode()
+
+
+@fuzz(damaged(SOUND_RECIPE) | st.binary(max_size=100))
+def test_recipe_files(content: bytes) -> None:
+    survives(lambda: make_recipe(read_recipe(as_file(content, "recipe.yaml"))))
+
+
+@fuzz(st.dictionaries(st.sampled_from([*Recipe.model_fields, "mehtod"]), JSON))
+def test_recipes(fields: dict[str, Any]) -> None:
+    survives(lambda: make_recipe(fields))
+
+
+@fuzz(st.sampled_from(["ace", "ties", "linear", "slerp", "della", "wudi"]), st.data())
+def test_options_of_methods(name: str, data: st.DataObject) -> None:
+    method = get_method(name)
+    known = [option.name for option in method.describe_options()]
+    options = data.draw(st.dictionaries(st.sampled_from([*known, "unknown"]), JSON, max_size=3))
+    survives(lambda: method.options(options).check(3))
+
+
+@fuzz(st.lists(st.text(max_size=20) | st.from_regex(r"\A[a-z]{1,5}=[-+0-9.e]{1,8}\Z"), max_size=3))
+def test_settings_on_the_command_line(settings: list[str]) -> None:
+    survives(lambda: get_method("ace").options(_parse_settings(settings)))
+
+
+@fuzz(st.text(max_size=30) | st.from_regex(r"\A[ 0-9.]{0,6}[kmgtKMGT]?i?b?\Z"))
+def test_sizes(text: str) -> None:
+    try:
+        size = parse_size(text)
+    except ValueError:
+        return
+    assert size >= 0
+
+
+@fuzz(st.text(max_size=60))
+def test_model_names(text: str) -> None:
+    survives(lambda: resolve_source(text, relative_to=FOLDERS["scratch"], offline=True))
+
+
+# --- what acemerge reads of its own ------------------------------------------------------------------------------------
+
+
+def with_damage(folder: Path, file: str, content: bytes, work: Callable[[Path], object]) -> None:
+    """Do some work on a copy of a folder in which one file is damaged."""
+    copy = FOLDERS["scratch"] / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    (copy / file).write_bytes(content)
+    survives(lambda: work(copy))
+
+
+@fuzz(st.data())
+def test_manifests(merged: Path, data: st.DataObject) -> None:
+    content = data.draw(damaged((merged / "acemerge_manifest.json").read_bytes()))
+    with_damage(merged, "acemerge_manifest.json", content, verify_output)
+
+
+@fuzz(st.data())
+def test_task_models(merged: Path, data: st.DataObject) -> None:
+    file = data.draw(st.sampled_from(["acemerge_manifest.json", "tasks/expert-0/model.safetensors", "shared/model.safetensors"]))
+    content = data.draw(damaged((merged / file).read_bytes()))
+    task = FOLDERS["scratch"] / "task"
+    shutil.rmtree(task, ignore_errors=True)
+    with_damage(merged, file, content, lambda copy: acemerge.export_expert(copy, "expert-0", task))
+
+
+STATE = json.dumps(
+    {
+        "digest": "d",
+        "finished": {"model.safetensors": {"sha256": "0" * 64, "parts": {"tasks/a/model.safetensors": "1"}, "tensors": []}},
+        "inputs": {"base": {"model.safetensors": "2"}},
+    }
+).encode()
+
+
+@fuzz(damaged(STATE) | st.binary(max_size=50))
+def test_the_note_of_an_interrupted_run(content: bytes) -> None:
+    """Whatever it says, only files whose checksums hold are reused, and nothing outside the folder is touched."""
+    root = FOLDERS["scratch"] / "staging"
+    shutil.rmtree(root, ignore_errors=True)
+    (root / "out.partial").mkdir(parents=True)
+    (root / "precious").write_text("mine")
+    (root / "out.partial/.acemerge-state.json").write_bytes(content)
+    (root / "out.partial/model.safetensors").write_bytes(b"stale")
+    with staged_output(root / "out", "d", resume=True) as staging:
+        assert not any(staging.reusable(shard) for shard in [*staging.finished, "model.safetensors"])
+    assert (root / "precious").read_text() == "mine"
+
+
+@fuzz(st.text(max_size=100) | st.text(max_size=50).map(lambda text: f"---\nlicense: {text}\n---\n"))
+def test_model_cards(text: str) -> None:
+    root = FOLDERS["scratch"] / "cards"
+    if not root.exists():
+        write_models(root)
+    (root / "base/README.md").write_bytes(text.encode("utf-8", "surrogatepass"))
+    plan = make_plan(
+        make_recipe({"base": "x", "experts": ["y"]}),
+        Sources(Source("x", root / "base"), (Source("y", root / "expert-0"),), ("x", "y")),
+    )
+    licence = _licence(plan)
+    assert licence is None or licence.isprintable()
+
+
+def test_the_sound_files_are_sound() -> None:
+    """Or the targets above would only ever see refusals."""
+    for content, name in ((SAFETENSORS, "model.safetensors"), (PICKLE, "model.bin"), (LEGACY, "model.bin")):
+        open_and_read(as_file(content, name))
+    make_recipe(read_recipe(as_file(SOUND_RECIPE, "recipe.yaml")))
+    assert load_file(as_file(SAFETENSORS, "model.safetensors")).keys() == base_tensors().keys()
