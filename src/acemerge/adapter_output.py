@@ -145,7 +145,7 @@ def write_adapter_config(plan: Plan, sources: Sources, folder: Path) -> None:
     settings = {
         "peft_type": "LORA",
         "task_type": _task_type(adapters),
-        "base_model_name_or_path": sources.base.hub_id or _common(adapters, "base_model_name_or_path"),
+        "base_model_name_or_path": sources.base.hub_id or _public_base(adapters),
         "inference_mode": True,
         "r": largest,
         "lora_alpha": largest,  # the scale alpha / r is 1: it is in the factors
@@ -164,6 +164,12 @@ def write_adapter_config(plan: Plan, sources: Sources, folder: Path) -> None:
 def _common(adapters: Sequence[Adapter], field: str) -> Any:
     values = {adapter.settings.get(field) for adapter in adapters}
     return values.pop() if len(values) == 1 else None
+
+
+def _public_base(adapters: Sequence[Adapter]) -> str | None:
+    """What the adapters say that they belong to, if they agree and it is no folder of this machine."""
+    name = _common(adapters, "base_model_name_or_path")
+    return name if isinstance(name, str) and not Path(name).is_absolute() and not Path(name).exists() else None
 
 
 def _task_type(adapters: Sequence[Adapter]) -> str | None:

@@ -210,6 +210,9 @@ def _heads_section(plan: Plan) -> str:
     if plan.per_task_methods:
         return f"\nEach task's model gets its expert's own head, from `heads/`: {names}.\n"
     example = plan.experts[plan.heads[0].expert].name
+    if plan.recipe.save_as == "adapter":
+        command = f"acemerge task this-folder {example} -o OUT"
+        return f"\nThe experts' own heads are in `heads/`: {names}. An adapter with one of them: `{command}`.\n"
     return f"""
 ## One task at a time
 

@@ -75,7 +75,12 @@ class PlannedTensor:
 
     @property
     def input_bytes(self) -> int:
-        """What is read for it, in the base's dtype."""
+        """What is read for it, in the base's dtype; of adapters, their factors, in float32."""
+        if self.core:
+            _, rows, columns = self.matrix_shape
+            return (rows + columns) * self.rank * 4 + (self.header.nbytes if self.form == "value" else 0)
+        if self.form == "absent":
+            return 0
         return self.header.nbytes * (1 + len(self.experts))
 
     @property
