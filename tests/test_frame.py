@@ -361,15 +361,18 @@ def test_factors_of_a_smaller_rank_are_the_nearest_matrix(shape: str, whole: boo
 
 
 class LargestResult(TorchDispatchMode):
-    """Records how many elements the largest tensor has that any operation makes."""
+    """Records how many elements the largest tensor has that any operation allocates."""
 
-    largest = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.largest = max(self.largest, value.untyped_storage().nbytes() // value.element_size())
+        results = result if isinstance(result, tuple | list) else (result,)
+        for value, declared in zip(results, func._schema.returns, strict=False):
+            if isinstance(value, Tensor) and declared.alias_info is None:  # not a view, such as of a mapped file
+                self.largest = max(self.largest, value.numel())
         return result
 
 

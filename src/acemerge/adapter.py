@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from acemerge.checkpoint import Checkpoint, TensorHeader, WeightsFile, open_file, read_json
 from acemerge.errors import InputError
 from acemerge.families import Family, align_names, is_output_layer, is_stored_in_out, is_task_head, prefix_exchange
+from acemerge.file_stamp import FileStamp
 from acemerge.untrusted import check_inside
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def is_adapter(path: Path) -> bool:
 
 def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Adapter:
     """Open an adapter folder; reads headers only. Its tensors come under the base's names, or would-be names."""
+    config_stamp = FileStamp.of(path / CONFIG)  # its scales and ranks are as much a part of the change as the weights
     settings = read_json(path / CONFIG)
     _refuse_other_variants(settings, path)
     _check_types(settings, path / CONFIG)
@@ -207,8 +209,9 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
         return value + changes[tensor].expand(value)
 
     return Adapter(
-        name, headers, read, path, (file,), changes=changes, stamps=(stored.stamp,), settings=settings, own_names=own_names
-    )
+        name, headers, read, path, (file, path / CONFIG), changes=changes, stamps=(stored.stamp, config_stamp),
+        settings=settings, own_names=own_names,
+    )  # fmt: skip
 
 
 def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
