@@ -263,7 +263,14 @@ def test_ace_on_any_adapters(
 ) -> None:
     shape, experts = drawn
     normalise, prior, refine = switches
-    options = {"epsilon": epsilon, "tau": tau, "k_frac": k_frac, "normalise": normalise, "prior": prior, "refine": refine}
+    options: dict[str, Any] = {
+        "epsilon": epsilon,
+        "tau": tau,
+        "k_frac": k_frac,
+        "normalise": normalise,
+        "prior": prior,
+        "refine": refine,
+    }
     expected = reference_ace(expand(experts, shape).numpy(), **options)
     assume(well_posed(expected))
     actual = in_core(ACE, experts, shape, **options)
