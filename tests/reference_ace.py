@@ -126,3 +126,12 @@ def reference_ace(
 
     # 7. The caller adds alpha * M to the base weight.
     return ReferenceMerge(alpha * M, P, gamma, heterogeneous, s, k)
+
+
+def well_posed(expected: ReferenceMerge) -> bool:
+    """Whether the refinement is a function of its input at all: no tie at the cut, and one rank at either precision."""
+    if expected.kept == 0:
+        return True
+    last, following = [*expected.spectrum, 0.0][expected.kept - 1 : expected.kept + 1]
+    float32_rank_cut = max(expected.merged.shape) * np.finfo(np.float32).eps
+    return bool(min((last - following) / 1e-6, last / float32_rank_cut) > expected.spectrum[0])

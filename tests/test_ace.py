@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from acemerge import merge_task_vectors
-from reference_ace import ReferenceMerge, reference_ace
+from reference_ace import ReferenceMerge, reference_ace, well_posed
 
 Norms = Literal["similar", "different"]
 NORMS: dict[Norms, tuple[float, float]] = {"similar": (1.8, 2.2), "different": (0.5, 3.0)}  # gamma < 0.3, gamma > 0.3
@@ -72,15 +72,6 @@ def reference(task_vectors: Tensor, **options: Any) -> ReferenceMerge:
 def error(actual: Tensor, expected: Tensor) -> float:
     """The relative Frobenius error."""
     return float(torch.linalg.norm(actual.double() - expected.double()) / torch.linalg.norm(expected.double()))
-
-
-def well_posed(expected: ReferenceMerge) -> bool:
-    """Whether the refinement is a function of its input at all: no tie at the cut, and one rank at either precision."""
-    if expected.kept == 0:
-        return True
-    last, following = [*expected.spectrum, 0.0][expected.kept - 1 : expected.kept + 1]
-    float32_rank_cut = max(expected.merged.shape) * torch.finfo(torch.float32).eps
-    return bool(min((last - following) / 1e-6, last / float32_rank_cut) > expected.spectrum[0])
 
 
 def check(task_vectors: Tensor, **options: Any) -> ReferenceMerge:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from acemerge.checkpoint import Checkpoint, TensorHeader, WeightsFile, open_file, read_json
 from acemerge.errors import InputError
 from acemerge.families import Family, align_names, is_output_layer, is_stored_in_out, is_task_head, prefix_exchange
+from acemerge.file_stamp import FileStamp
 from acemerge.untrusted import check_inside
 
 if TYPE_CHECKING:
@@ -35,8 +36,17 @@ _UNDERSTOOD = frozenset(
     " base_model_name_or_path revision task_type inference_mode peft_version loftq_config eva_config runtime_config"
     " qalora_group_size megatron_core ensure_weight_tying".split()
 )
-# Initialisations that move a part of the base's weights into the adapter: its change is not one of the base itself.
-_CHANGES_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# The initialisations that leave the base's weights alone. Others (pissa, olora, loftq, corda, lora_ga) move a part of them into
+# the adapter: its change is not one of the base itself.
+_LEAVES_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# Settings that are used as what they should be.
+_TYPES: Mapping[str, type] = {
+    "rank_pattern": dict,
+    "alpha_pattern": dict,
+    "auto_mapping": dict,
+    "task_type": str,
+    "base_model_name_or_path": str,
+}
 
 _MODULE_PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -165,8 +175,10 @@ def is_adapter(path: Path) -> bool:
 
 def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Adapter:
     """Open an adapter folder; reads headers only. Its tensors come under the base's names, or would-be names."""
+    config_stamp = FileStamp.of(path / CONFIG)  # its scales and ranks are as much a part of the change as the weights
     settings = read_json(path / CONFIG)
     _refuse_other_variants(settings, path)
+    _check_types(settings, path / CONFIG)
     file = next((path / weights for weights in _WEIGHTS if (path / weights).is_file()), None)
     if file is None:
         raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(_WEIGHTS)}; download the weights too")
@@ -197,8 +209,9 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
         return value + changes[tensor].expand(value)
 
     return Adapter(
-        name, headers, read, path, (file,), changes=changes, stamps=(stored.stamp,), settings=settings, own_names=own_names
-    )
+        name, headers, read, path, (file, path / CONFIG), changes=changes, stamps=(stored.stamp, config_stamp),
+        settings=settings, own_names=own_names,
+    )  # fmt: skip
 
 
 def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
@@ -207,16 +220,24 @@ def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
     if kind != "LORA":
         raise InputError(f"{path}: a PEFT adapter of type {kind}; acemerge reads LORA. {_EXPAND}")
     initial = settings.get("init_lora_weights")
-    if isinstance(initial, str) and initial.lower().startswith(_CHANGES_THE_BASE):
+    if initial not in _LEAVES_THE_BASE:
         raise InputError(
-            f"{path}: init_lora_weights={initial!r} moved a part of the base's weights into the adapter, which is a change of "
-            "another base; save it with path_initial_model_for_weight_conversion to turn it into plain LoRA"
+            f"{path}: init_lora_weights={initial!r} may have moved a part of the base's weights into the adapter, so it is a "
+            "change of another base; save it with path_initial_model_for_weight_conversion to turn it into plain LoRA"
         )
     if settings.get("lora_bias") and settings.get("bias", "none") != "none":
         raise InputError(f"{path}: lora_bias together with bias={settings['bias']!r} is not supported. {_EXPAND}")
     strange = [name for name, value in settings.items() if name not in _UNDERSTOOD and value not in (None, False, [], {}, "")]
     if strange:
         raise InputError(f"{path / CONFIG}: {strange[0]}={settings[strange[0]]!r} is not supported. {_EXPAND}")
+
+
+def _check_types(settings: Mapping[str, Any], path: Path) -> None:
+    for name, wanted in _TYPES.items():
+        value = settings.get(name)
+        if value is not None and not isinstance(value, wanted):
+            what = "a mapping" if wanted is dict else "text"
+            raise InputError(f"{path}: {name} must be {what}, not {value!r}; save the adapter again")
 
 
 _EXPAND = "Merge it into its base with peft's merge_and_unload, save that, and give that folder"
@@ -226,6 +247,8 @@ def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[s
     """{module: {part: key}} of the low-rank ones, and {tensor: key} of those stored whole; both without PEFT's wrappings."""
     modules: dict[str, dict[str, str]] = {}
     wholes: dict[str, str] = {}
+    if not headers:
+        raise InputError(f"{file}: holds no tensors; save the adapter again")
     for key in headers:
         if ".original_module." in key:  # the base's own, which a saved module stands in for
             continue
@@ -233,12 +256,18 @@ def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[s
         match = _MODULE_PART.fullmatch(name)
         if match:
             part = match["part"] if match["kind"] != "bias" else f"{match['part']}.bias"
-            modules.setdefault(match["module"], {})[part] = key
+            _add_once(modules.setdefault(match["module"], {}), part, key, file)
         elif "lora_" in name or not name.endswith((".weight", ".bias")):
             raise InputError(f"{file}: tensor '{key}' belongs to a kind of adapter that acemerge does not read. {_EXPAND}")
         else:
-            wholes[name.replace(".base_layer.", ".")] = key
+            _add_once(wholes, name.replace(".base_layer.", "."), key, file)
     return modules, wholes
+
+
+def _add_once(keys: dict[str, str], name: str, key: str, file: Path) -> None:
+    if name in keys:
+        raise InputError(f"{file}: tensors '{keys[name]}' and '{key}' both stand for {name}; save the adapter again")
+    keys[name] = key
 
 
 def _leave_out_copies(
@@ -300,21 +329,38 @@ class _Module:
         """Of W' - W, out x in (and further axes, if it is a convolution)."""
         A, B = self.stored[self._key("lora_A")], self.stored[self._key("lora_B")]
         shapes = f"A is {list(A.shape)}, B is {list(B.shape)}"
-        if len(A.shape) < 2 or len(B.shape) < 2 or A.shape[0] != B.shape[1] or not 0 < A.shape[0] <= _LARGEST_RANK:
+        matrices = len(A.shape) >= 2 and len(B.shape) >= 2 and math.prod(B.shape[2:]) == 1
+        if not matrices or A.shape[0] != B.shape[1] or not 0 < A.shape[0] <= _LARGEST_RANK:
             raise InputError(f"{self.file}: the factors of '{self.name}' do not fit each other: {shapes}; save it again")
-        declared = _by_pattern(self.settings, "rank_pattern", "r", self.name)
+        declared = self._setting("rank_pattern", "r")
         if declared != A.shape[0]:
             raise InputError(
                 f"{self.file}: '{self.name}' has rank {A.shape[0]}, {CONFIG} says {declared}; save the adapter again"
             )
         if not (A.is_mergeable and B.is_mergeable):
             raise InputError(f"{self.file}: the factors of '{self.name}' are {A.dtype} and {B.dtype}, not floating-point weights")
+        self._check_vector("lora_magnitude_vector", "use_dora", B.shape[0])
+        self._check_vector("lora_B.bias", "lora_bias", B.shape[0])
         wide = "float64" if "float64" in (A.dtype, B.dtype) else "float32"
         return TensorHeader(wide, (B.shape[0], *A.shape[1:]))
 
+    def _check_vector(self, part: str, setting: str, length: int) -> None:
+        """What a setting announces must be there, once per output; what it does not announce peft would not use."""
+        announced = bool(self.settings.get(setting))
+        if announced != (part in self.parts):
+            has = "has no" if announced else "has a"
+            raise InputError(
+                f"{self.file}: module '{self.name}' {has} {part}, {CONFIG} says {setting}={announced}; save the adapter again"
+            )
+        if announced and (found := self.stored[self.parts[part]]).elements != length:
+            raise InputError(
+                f"{self.file}: the {part} of '{self.name}' has shape {list(found.shape)}, its module has {length} outputs; "
+                "save the adapter again"
+            )
+
     def _scale(self) -> float:
         r = self.stored[self._key("lora_A")].shape[0]
-        alpha = _by_pattern(self.settings, "alpha_pattern", "lora_alpha", self.name)
+        alpha = self._setting("alpha_pattern", "lora_alpha")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise InputError(f"{self.file.parent / CONFIG}: lora_alpha of '{self.name}' is {alpha!r}, not a number")
         return alpha / (math.sqrt(r) if self.settings.get("use_rslora") else r)
@@ -337,24 +383,22 @@ class _Module:
         known = family.stored_in_out or family.name != "generic"
         return is_stored_in_out(ours, family, base.tensors) if known else bool(self.settings.get("fan_in_fan_out"))
 
+    def _setting(self, patterns: str, default: str) -> Any:
+        """This module's own value: of the first pattern that matches the end of its name, else the adapter's."""
+        for pattern, value in (self.settings.get(patterns) or {}).items():
+            try:
+                found = re.match(rf"(.*\.)?({pattern})$", self.name)
+            except re.error as error:
+                raise InputError(
+                    f"{self.file.parent / CONFIG}: {patterns}: {pattern!r} is not a pattern ({error}); save the adapter again"
+                ) from None
+            if found:
+                return value
+        return self.settings.get(default)
+
     def bias_change(self, read: Callable[[str], Tensor]) -> BiasChange:
         assert self.bias is not None
         return BiasChange(read, self.bias, self._scale())
-
-
-def _by_pattern(settings: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """A module's own value: of the first pattern that matches the end of its name, else the adapter's."""
-    own = settings.get(patterns) or {}
-    if not isinstance(own, dict):
-        raise InputError(f"{CONFIG}: {patterns} must be a mapping of module names to numbers, not {own!r}")
-    for pattern, value in own.items():
-        try:
-            found = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
-            raise InputError(f"{CONFIG}: {patterns}: {pattern!r} is not a pattern ({error})") from None
-        if found:
-            return value
-    return settings.get(default)
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from acemerge.adapter import CONFIG, Adapter, LoraChange
 from acemerge.checkpoint import Checkpoint, open_file
+from acemerge.errors import MergeError
 from acemerge.input_hashes import content_sha256
 from acemerge.plan import ADAPTER_WEIGHTS, Plan, PlannedTensor
 from acemerge.recipe import Recipe
@@ -44,7 +45,7 @@ def plan_as_adapter(
     saved = {_module(t.name) for t in planned if t.form == "value"}
     # peft loads a saved module whole, so what is left to the base is written too.
     planned = [replace(t, form="value") if t.form == "absent" and _module(t.name) in saved else t for t in planned]
-    return planned, [*_too_full(planned), *_in_two_forms(planned, saved)]
+    return planned, [*_nothing_low_rank(planned), *_too_full(planned), *_in_two_forms(planned, saved)]
 
 
 def _module(name: str) -> str:
@@ -59,6 +60,12 @@ def _in_its_form(tensor: PlannedTensor, experts: Sequence[Checkpoint], recipe: R
     largest = min(rows, tensor.header.elements // rows, tensor.rank if tensor.core else tensor.header.elements)
     rank = min(largest, recipe.rank) if recipe.rank else largest if tensor.core else 0
     return replace(tensor, form="factors", factors_rank=rank, output_dtype=recipe.dtype or "float32")
+
+
+def _nothing_low_rank(planned: Iterable[PlannedTensor]) -> list[str]:
+    if any(tensor.form == "factors" for tensor in planned):
+        return []
+    return ["--as adapter: no expert changes a matrix that merges by low-rank factors; leave out --as adapter"]
 
 
 def _too_full(planned: Iterable[PlannedTensor]) -> list[str]:
@@ -93,9 +100,11 @@ class AdapterWriter:
         data = open_files.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
         self._file = GrowingFile(folder / ADAPTER_WEIGHTS, data)
         self._adapters = [expert for expert in plan.experts if isinstance(expert, Adapter)]
+        self._has_factors = False
 
     def add_factors(self, planned: PlannedTensor, merged: MergedFactors) -> None:
         """A merged change, as A and B of its module."""
+        self._has_factors = True
         change = self._first_change(planned)
         left, right = merged.factors.left, merged.factors.right
         A, B = (left.T, right.T) if change.stored_in_out != planned.transposed else (right, left)
@@ -120,6 +129,8 @@ class AdapterWriter:
 
     def finish(self) -> str:
         """Complete the file; its hash."""
+        if not self._has_factors:  # peft loads no adapter without a target
+            raise MergeError("no adapter changes any matrix, so there is nothing to write as an adapter; leave out --as adapter")
         self._file.finish()
         return content_sha256(self._file.path)
 

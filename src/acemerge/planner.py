@@ -283,11 +283,13 @@ class _Planner:
             listing = ", ".join(f"'{name}' {list(expert.tensors[name].shape)}{_letters(name)}" for name in names[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
-            kinds = f" (model_type '{theirs}' against '{ours}')" if theirs != ours else ""
+            kinds = f" (model_type '{theirs}' against '{ours}')" if theirs and theirs != ours else ""
             noun, verb = ("tensor", "is") if len(names) == 1 else ("tensors", "are")
+            is_change = names[0] in (expert.changes or {})  # which nothing but that base can take
+            as_head = "" if is_change else f", or a recipe rule {{match: '{names[0]}', do: head}} to keep it as its own"
             self.problems.append(
                 f"{noun} {listing}{more} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "
-                f"the base it was fine-tuned from, or a recipe rule {{match: '{names[0]}', do: head}} to keep it as its own"
+                f"the base it was fine-tuned from{as_head}"
             )
 
     def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:

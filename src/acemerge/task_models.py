@@ -254,9 +254,7 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
         raise InputError("load_expert_head needs transformers: pip install 'acemerge[eval]'") from None
     merged = Path(merged).expanduser()
     if is_adapter(merged):
-        raise InputError(
-            f"{merged}: an adapter; make one for the task (`acemerge task {merged} {expert} -o DIR`), load it with peft"
-        )
+        raise InputError(f"{merged}: an adapter, not a model; `acemerge task` makes a task's adapter, which peft loads")
     model = _open_task_model(merged, expert)
     folder = merged / "heads" / expert
     config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else merged)

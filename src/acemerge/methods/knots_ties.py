@@ -59,6 +59,7 @@ def align(task_vectors: Float[Tensor, "task out in"], options: KnotsTiesOptions,
     signs = fixed_signs(_in_full(U, options, context.frame_of(task_vectors)))
     before, after = (s, torch.ones_like(s)) if options.spectrum == "before" else (torch.ones_like(s), s)
     Z = V.mul_(signs * before).to(task_vectors.dtype).T.reshape(-1, tasks, columns).transpose(0, 1)
+    Z.mul_(task_vectors.flatten(1).any(1)[:, None, None])  # no change has no coordinates, where rounding leaves tiny ones
     if options.drop:
         Z = torch.stack([drop(Z_t, 1 - options.drop, "inverse", context.generator(options.seed, t)) for t, Z_t in enumerate(Z)])
     return Aligned(U * (signs * after), Z, unique=not bool((s.diff() <= 1e-12 * s[-1:]).any()))
