@@ -25,7 +25,7 @@ from acemerge.task_models import export_expert
 from acemerge.verify import verify_output
 from interruption import stop_at
 from lora_zoo import Zoo
-from model_zoo import Tensors, assert_equal_tensors, file_hashes, read_tensors
+from model_zoo import Tensors, assert_equal_tensors, file_hashes, read_tensors, rewrite
 from test_cli import Command
 from test_frame import LargestResult
 
@@ -170,6 +170,76 @@ def test_biases_and_saved_modules_merge_as_values(tmp_path: Path) -> None:
         check_against_expanded(zoo, get_method(name), tmp_path / name)
 
 
+def test_matrices_as_they_are_stored(zoos: dict[str, Zoo], tmp_path: Path) -> None:
+    """Conv1D matrices merged as [in, out], which is another merge."""
+    zoo = zoos["GPT2LMHeadModel"]
+    merge(zoo, tmp_path / "canonical")
+    result = merge(zoo, tmp_path / "stored", orientation="stored")
+    rules = [{"match": tensor.name, "do": "keep"} for tensor in result.plan.tensors if not tensor.method]
+    merge(zoo, tmp_path / "expanded", experts=zoo.full, orientation="stored", tensors=rules)
+    merge(zoo, tmp_path / "adapter", orientation="stored", save_as="adapter")
+    base, stored = read_tensors(zoo.base), read_tensors(tmp_path / "stored")
+    assert_same_changes(stored, read_tensors(tmp_path / "expanded"), base)
+    assert_same_changes(loaded(zoo, tmp_path / "adapter"), stored, base)
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert not torch.allclose(stored[name], read_tensors(tmp_path / "canonical")[name], atol=1e-4)
+
+
+def test_rules_for_some_tensors(llama: Zoo, tmp_path: Path) -> None:
+    """Another method, of another route, for some; others kept or averaged."""
+    rules = [
+        {"match": "*up_proj*", "method": "ties"},
+        {"match": "*down_proj*", "do": "average"},
+        {"match": "*k_proj*", "do": "keep"},
+    ]
+    result = merge(llama, tmp_path / "out", tensors=rules)
+    routes = {record["name"].split(".")[-2]: record.get("route") for record in result.tensors if "layers.0" in record["name"]}
+    assert routes["up_proj"] == "dense"
+    assert routes["down_proj"] == "core of rank 3"
+    assert routes["q_proj"] == "core of rank 6"
+    assert routes["k_proj"] is None
+    merge(llama, tmp_path / "expanded", experts=llama.full, tensors=rules)
+    assert_same_changes(read_tensors(tmp_path / "out"), read_tensors(tmp_path / "expanded"), read_tensors(llama.base))
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """GPT-2, whose output layer is its embedding: stored once, or under both names."""
+    root = tmp_path_factory.mktemp("tied")
+    once = lora_zoo.write_base(root / "once", "GPT2LMHeadModel")
+    both = rewrite(once, root / "both", lambda tensors: {**tensors, "lm_head.weight": tensors["transformer.wte.weight"].clone()})
+    assert "lm_head.weight" not in read_tensors(once)
+    config = json.loads((both / "config.json").read_text())
+    (both / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    shutil.copyfile(both / "config.json", once / "config.json")
+    return {"once": once, "both": both}
+
+
+@pytest.mark.parametrize("stored", ["once", "both"])
+def test_an_adapter_of_a_tied_output_layer_is_refused(stored: str, tied: dict[str, Path], tmp_path: Path) -> None:
+    settings = {"target_modules": ["lm_head", "c_attn"]}
+    adapter = lora_zoo.write_adapter(tied["once"], tmp_path / "adapter", "GPT2LMHeadModel", **settings)
+    with pytest.raises(
+        acemerge.InputError, match=r"'lm_head.weight' \[40, 16\].*not in base.*tied to the embeddings.*merge_and_unload"
+    ):
+        acemerge.merge(tied[stored], [adapter], tmp_path / "out")
+
+
+@pytest.mark.parametrize("stored", ["once", "both"])
+def test_a_saved_output_layer_of_a_tied_base_is_the_experts_own(stored: str, tied: dict[str, Path], tmp_path: Path) -> None:
+    """peft unties a saved output layer: it belongs to the expert, and its task's model is untied."""
+    settings = {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}
+    adapter = lora_zoo.write_adapter(tied["once"], tmp_path / "own", "GPT2LMHeadModel", **settings)
+    full = read_tensors(lora_zoo.expand(tied["once"], adapter, tmp_path / "full", "GPT2LMHeadModel"))
+    acemerge.merge(tied[stored], [adapter], tmp_path / "out", "task_arithmetic", alpha=1.0)
+    assert "lm_head.weight" not in read_tensors(tmp_path / "out")
+    with lora_zoo.quiet():
+        model = acemerge.load_expert_head(tmp_path / "out", "own").state_dict()
+    assert all((model[name] - value).abs().max() < 1e-6 for name, value in full.items())
+    assert not model["lm_head.weight"].equal(model["transformer.wte.weight"])
+    assert json.loads((tmp_path / "out/heads/own/config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_half_precision_outputs(llama: Zoo, tmp_path: Path) -> None:
     merge(llama, tmp_path / "whole")
     merge(llama, tmp_path / "half", dtype="float16")
@@ -232,9 +302,22 @@ def test_a_smaller_rank_is_the_nearest_and_its_error_is_told(
 ) -> None:
     """Eckart and Young, by numpy: the leading singular triples of the dense merge."""
     merge(llama, tmp_path / "dense", name)
-    arguments = [llama.base, *llama.adapters.values(), "-o", tmp_path / "adapter", "-m", name, "--as", "adapter", "--rank", rank]
+    arguments = [
+        llama.base,
+        *llama.adapters.values(),
+        "-o",
+        tmp_path / "adapter",
+        "-m",
+        name,
+        "--as",
+        "adapter",
+        "--rank",
+        rank,
+        "-v",
+    ]
     code, out, err = command("merge", *arguments)
     assert code == 0, err
+    assert "relative error" in out.splitlines()[1]  # a column of the table
     base, dense, found = (read_tensors(f) for f in (llama.base, tmp_path / "dense", llama.base))
     found = loaded(llama, tmp_path / "adapter")
     records = json.loads((tmp_path / "adapter/acemerge_manifest.json").read_text())["tensors"]
@@ -288,6 +371,7 @@ def test_settings_that_peft_reads(llama: Zoo, tmp_path: Path) -> None:
     assert settings["alpha_pattern"] == settings["rank_pattern"]
     assert settings["target_modules"] == sorted(ranks)
     assert settings["modules_to_save"] is None
+    assert settings["base_model_name_or_path"] is None  # a folder of this machine says nothing elsewhere
     with lora_zoo.quiet():
         config = peft.LoraConfig.from_pretrained(str(tmp_path / "out"))
     assert config.peft_type == "LORA"

@@ -155,6 +155,8 @@ class Adapter(Checkpoint):
         if named or (suffix and stem):
             config["architectures"] = [named or f"{stem[1] if stem else ''}{suffix}"]
         outputs = [header.shape[0] for name, header in sorted(head.items()) if is_task_head(name) and header.shape]
+        if any(is_output_layer(name) and not is_task_head(name) for name in head) and config.get("tie_word_embeddings"):
+            config["tie_word_embeddings"] = False  # an output layer of its own
         if outputs:  # a head of two layers sorts as dense, out_proj
             labels = {f"LABEL_{i}": i for i in range(outputs[-1])}
             config |= {"id2label": {str(i): label for label, i in labels.items()}, "label2id": labels}
@@ -218,7 +220,7 @@ def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
     """Only what is understood is read: an option that might change what the weights mean is refused by its name."""
     kind = settings.get("peft_type")
     if kind != "LORA":
-        raise InputError(f"{path}: a PEFT adapter of type {kind}; acemerge reads LORA. {_EXPAND}")
+        raise InputError(f"{path}: a PEFT adapter of type {kind}; acemerge reads LORA. {EXPAND}")
     initial = settings.get("init_lora_weights")
     if initial not in _LEAVES_THE_BASE:
         raise InputError(
@@ -226,10 +228,10 @@ def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
             "change of another base; save it with path_initial_model_for_weight_conversion to turn it into plain LoRA"
         )
     if settings.get("lora_bias") and settings.get("bias", "none") != "none":
-        raise InputError(f"{path}: lora_bias together with bias={settings['bias']!r} is not supported. {_EXPAND}")
+        raise InputError(f"{path}: lora_bias together with bias={settings['bias']!r} is not supported. {EXPAND}")
     strange = [name for name, value in settings.items() if name not in _UNDERSTOOD and value not in (None, False, [], {}, "")]
     if strange:
-        raise InputError(f"{path / CONFIG}: {strange[0]}={settings[strange[0]]!r} is not supported. {_EXPAND}")
+        raise InputError(f"{path / CONFIG}: {strange[0]}={settings[strange[0]]!r} is not supported. {EXPAND}")
 
 
 def _check_types(settings: Mapping[str, Any], path: Path) -> None:
@@ -240,7 +242,7 @@ def _check_types(settings: Mapping[str, Any], path: Path) -> None:
             raise InputError(f"{path}: {name} must be {what}, not {value!r}; save the adapter again")
 
 
-_EXPAND = "Merge it into its base with peft's merge_and_unload, save that, and give that folder"
+EXPAND = "Merge it into its base with peft's merge_and_unload, save that, and give that folder"
 
 
 def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
@@ -258,7 +260,7 @@ def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[s
             part = match["part"] if match["kind"] != "bias" else f"{match['part']}.bias"
             _add_once(modules.setdefault(match["module"], {}), part, key, file)
         elif "lora_" in name or not name.endswith((".weight", ".bias")):
-            raise InputError(f"{file}: tensor '{key}' belongs to a kind of adapter that acemerge does not read. {_EXPAND}")
+            raise InputError(f"{file}: tensor '{key}' belongs to a kind of adapter that acemerge does not read. {EXPAND}")
         else:
             _add_once(wholes, name.replace(".base_layer.", "."), key, file)
     return modules, wholes
@@ -277,13 +279,13 @@ def _leave_out_copies(
     for module in lora:
         key = wholes.pop(module.weight, None)
         ours = names[module.weight]
-        if key is None:
+        if key is None or ours not in base.tensors:  # which the plan reports
             continue
-        same_shape = ours in base.tensors and stored.tensors[key].shape == base.tensors[ours].shape
+        same_shape = stored.tensors[key].shape == base.tensors[ours].shape
         if not (same_shape and bool((stored.read(key) == base.read(ours)).all())):
             raise InputError(
                 f"{stored.path}: comes with its own '{module.weight}' {list(stored.tensors[key].shape)}, not that of base "
-                f"{base.where}: a change of another base, or of a larger vocabulary. {_EXPAND}"
+                f"{base.where}: a change of another base, or of a larger vocabulary. {EXPAND}"
             )
 
 

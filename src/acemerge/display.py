@@ -93,11 +93,22 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     """What was written and where; with `verbose`, how every merged tensor came out."""
     console = _console()
     if verbose:
-        table = _table("tensor", "fate", "gamma", "branch", "|M|/max|D_t|", "ridge share", right=["gamma", "|M|/max|D_t|"])
+        of_adapter = ("rank", "relative error") if result.plan.recipe.save_as == "adapter" else ()
+        table = _table(
+            "tensor",
+            "fate",
+            "gamma",
+            "branch",
+            "|M|/max|D_t|",
+            "ridge share",
+            *of_adapter,
+            right=["gamma", "|M|/max|D_t|", "rank"],
+        )
         for record in result.tensors:
             table.add_row(
                 record["name"], record["action"], _figure(record, "gamma"), str(record.get("branch", "")),
                 _figure(record, "norm_ratio"), _figure(record, "ridge_share"),
+                *(_figure(record, column.replace(" ", "_")) for column in of_adapter),
             )  # fmt: skip
         console.print(table)
     _print_summary(result.plan, console)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from acemerge.adapter import Adapter, LoraChange
+from acemerge.adapter import EXPAND, Adapter, LoraChange
 from acemerge.adapter_output import plan_as_adapter
 from acemerge.checkpoint import Checkpoint, TensorHeader
 from acemerge.errors import InputError, PreflightError
@@ -14,6 +14,7 @@ from acemerge.families import (
     BUFFERS,
     align_names,
     choose_family,
+    is_output_layer,
     is_stored_in_out,
     is_task_head,
     matches,
@@ -265,7 +266,8 @@ class _Planner:
         if expert.changes and theirs in expert.changes:
             self.strangers.setdefault(expert.name, []).append(theirs)  # a change of nothing
             return False
-        known_elsewhere = ours in self.omitted or matches(theirs, (*BUFFERS, *self.family.buffers))
+        tied_copy = ours in self.omitted and expert.changes is None  # what an adapter saves is its own
+        known_elsewhere = tied_copy or matches(theirs, (*BUFFERS, *self.family.buffers))
         if known_elsewhere or not expert.tensors[theirs].is_mergeable or self._is_tied_in(expert, theirs):
             return False
         rule = self._rule_for(ours) or self._rule_for(theirs)
@@ -285,11 +287,9 @@ class _Planner:
             theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
             kinds = f" (model_type '{theirs}' against '{ours}')" if theirs and theirs != ours else ""
             noun, verb = ("tensor", "is") if len(names) == 1 else ("tensors", "are")
-            is_change = names[0] in (expert.changes or {})  # which nothing but that base can take
-            as_head = "" if is_change else f", or a recipe rule {{match: '{names[0]}', do: head}} to keep it as its own"
             self.problems.append(
                 f"{noun} {listing}{more} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "
-                f"the base it was fine-tuned from{as_head}"
+                f"the base it was fine-tuned from{_alternative(names[0], expert)}"
             )
 
     def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:
@@ -320,6 +320,14 @@ def _miscounts(method: Method, options: Options, experts: int) -> list[str]:
     except InputError as error:
         found.append(str(error))
     return found
+
+
+def _alternative(stranger: str, expert: Checkpoint) -> str:
+    """What else can be done about a tensor that the base lacks."""
+    if stranger not in (expert.changes or {}):
+        return f", or a recipe rule {{match: '{stranger}', do: head}} to keep it as its own"
+    # A change of nothing cannot be kept. An output layer that is tied to the embeddings is stored as these only.
+    return f". If it is tied to the embeddings: {EXPAND}" if is_output_layer(stranger) else ""
 
 
 def _letters(name: str) -> str:
