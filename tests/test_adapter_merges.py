@@ -217,7 +217,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("stored", ["once", "both"])
 def test_an_adapter_of_a_tied_output_layer_is_refused(stored: str, tied: dict[str, Path], tmp_path: Path) -> None:
-    settings = {"target_modules": ["lm_head", "c_attn"]}
+    settings: dict[str, Any] = {"target_modules": ["lm_head", "c_attn"]}
     adapter = lora_zoo.write_adapter(tied["once"], tmp_path / "adapter", "GPT2LMHeadModel", **settings)
     with pytest.raises(
         acemerge.InputError, match=r"'lm_head.weight' \[40, 16\].*not in base.*tied to the embeddings.*merge_and_unload"
@@ -228,7 +228,7 @@ def test_an_adapter_of_a_tied_output_layer_is_refused(stored: str, tied: dict[st
 @pytest.mark.parametrize("stored", ["once", "both"])
 def test_a_saved_output_layer_of_a_tied_base_is_the_experts_own(stored: str, tied: dict[str, Path], tmp_path: Path) -> None:
     """peft unties a saved output layer: it belongs to the expert, and its task's model is untied."""
-    settings = {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}
+    settings: dict[str, Any] = {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}
     adapter = lora_zoo.write_adapter(tied["once"], tmp_path / "own", "GPT2LMHeadModel", **settings)
     full = read_tensors(lora_zoo.expand(tied["once"], adapter, tmp_path / "full", "GPT2LMHeadModel"))
     acemerge.merge(tied[stored], [adapter], tmp_path / "out", "task_arithmetic", alpha=1.0)

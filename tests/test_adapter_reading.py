@@ -438,6 +438,8 @@ _BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "deeper model": (renamed("layers.1.", "layers.7."), r"'model.layers.7.self_attn.*not in base"),
     "unknown kind": (renamed("lora_A.weight", "lora_E"), "lora_E' belongs to a kind of adapter"),
     "unknown tensor": (lambda f: {**f, "base_model.model.model.prompt": torch.ones(3)}, "model.prompt' belongs to a kind"),
+    "a bias of A": (lambda f: {**f, Q0 + "A.bias": torch.ones(4)}, "lora_A.bias' belongs to a kind"),
+    "two kinds of one module": (lambda f: {**f, Q0 + "embedding_A": f[Q0 + "A.weight"] + 1}, "q_proj.*belongs to a kind"),
     "another adapter's name": (renamed("lora_A.weight", "lora_A.other.weight"), "lora_A.other.weight' belongs to a kind"),
     "twice": (
         lambda f: {**f, Q0 + "A.default.weight": f[Q0 + "A.weight"] + 1},

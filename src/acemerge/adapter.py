@@ -260,10 +260,14 @@ def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[s
             part = match["part"] if match["kind"] != "bias" else f"{match['part']}.bias"
             _add_once(modules.setdefault(match["module"], {}), part, key, file)
         elif "lora_" in name or not name.endswith((".weight", ".bias")):
-            raise InputError(f"{file}: tensor '{key}' belongs to a kind of adapter that acemerge does not read. {EXPAND}")
+            raise _unknown_kind(key, file)
         else:
             _add_once(wholes, name.replace(".base_layer.", "."), key, file)
     return modules, wholes
+
+
+def _unknown_kind(key: str, file: Path) -> InputError:
+    return InputError(f"{file}: tensor '{key}' belongs to a kind of adapter that acemerge does not read. {EXPAND}")
 
 
 def _add_once(keys: dict[str, str], name: str, key: str, file: Path) -> None:
@@ -329,6 +333,7 @@ class _Module:
     @property
     def header(self) -> TensorHeader:
         """Of W' - W, out x in (and further axes, if it is a convolution)."""
+        self._refuse_other_parts()
         A, B = self.stored[self._key("lora_A")], self.stored[self._key("lora_B")]
         shapes = f"A is {list(A.shape)}, B is {list(B.shape)}"
         matrices = len(A.shape) >= 2 and len(B.shape) >= 2 and math.prod(B.shape[2:]) == 1
@@ -345,6 +350,12 @@ class _Module:
         self._check_vector("lora_B.bias", "lora_bias", B.shape[0])
         wide = "float64" if "float64" in (A.dtype, B.dtype) else "float32"
         return TensorHeader(wide, (B.shape[0], *A.shape[1:]))
+
+    def _refuse_other_parts(self) -> None:
+        factors = ("lora_embedding_A", "lora_embedding_B") if self.is_embedding else ("lora_A", "lora_B", "lora_B.bias")
+        strange = sorted(self.parts.keys() - {*factors, "lora_magnitude_vector"})
+        if strange:
+            raise _unknown_kind(self.parts[strange[0]], self.file)
 
     def _check_vector(self, part: str, setting: str, length: int) -> None:
         """What a setting announces must be there, once per output; what it does not announce peft would not use."""
