@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from acemerge.adapter import CONFIG, Adapter, LoraChange
+from acemerge.adapter import Adapter
+from acemerge.adapter_settings import CONFIG
 from acemerge.checkpoint import Checkpoint, open_file
 from acemerge.errors import MergeError
 from acemerge.input_hashes import content_sha256
+from acemerge.lora_change import LoraChange
 from acemerge.plan import ADAPTER_WEIGHTS, Plan, PlannedTensor
 from acemerge.recipe import Recipe
 from acemerge.writer import GrowingFile

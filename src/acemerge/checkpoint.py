@@ -33,7 +33,7 @@ from acemerge.untrusted import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from acemerge.adapter import Change
+    from acemerge.lora_change import Change
 
 # safetensors' names for dtypes -> torch's, and the size of one element in bytes.
 _SAFETENSORS_DTYPES = {

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from acemerge.adapter import EXPAND, Adapter, LoraChange
+from acemerge.adapter import Adapter
 from acemerge.adapter_output import plan_as_adapter
+from acemerge.adapter_settings import EXPAND
 from acemerge.checkpoint import Checkpoint, TensorHeader
 from acemerge.errors import InputError, PreflightError
 from acemerge.families import (
@@ -21,6 +22,7 @@ from acemerge.families import (
     may_be_added,
 )
 from acemerge.frame import Sides
+from acemerge.lora_change import LoraChange
 from acemerge.methods import Method, Options, get_method
 from acemerge.plan import Action, ExpertTensor, Plan, PlannedHead, PlannedTensor, per_task_methods
 from acemerge.recipe import Recipe, TensorRule

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from acemerge.adapter import CONFIG
 from acemerge.adapter_output import PREFIX
+from acemerge.adapter_settings import CONFIG
 from acemerge.checkpoint import open_file, read_json
 from acemerge.errors import InputError, did_you_mean
 from acemerge.families import head_module

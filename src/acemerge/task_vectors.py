@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.adapter import LoraChange
 from acemerge.checkpoint import Checkpoint
 from acemerge.errors import MergeError
 from acemerge.frame import Factors, Frame, low_rank_factors, standard_frame, to_cores
 from acemerge.linalg import sum_of_squares
+from acemerge.lora_change import LoraChange
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.registry import Fact
 from acemerge.plan import Plan, PlannedTensor
