@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acemerge import __version__
+from acemerge.bench.command import bench_app
 from acemerge.errors import AcemergeError, InputError
 from acemerge.recipe import Recipe, make_recipe, read_recipe
 
@@ -32,6 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+app.add_typer(bench_app)
 
 Models = Annotated[
     list[str],

@@ -16,10 +16,13 @@ HEAD = "classifier."
 class Prepared(Protocol):
     """Rows made ready once: tokenised texts, normalised pictures."""
 
-    labels: Tensor
-    """[row], long."""
-    lengths: Tensor
-    """[row]: rows of like length are evaluated together; all the same for pictures."""
+    @property
+    def labels(self) -> Tensor:
+        """[row], long."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[row]: rows of like length are evaluated together; all the same for pictures."""
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """What the model takes for these rows."""

@@ -124,7 +124,8 @@ def train_expert(domain: Domain, task: Task, seed: int) -> dict[str, Any]:
 def fine_tune(domain: Domain, model: nn.Module, rows: Prepared, task: Task, seed: int) -> list[float]:
     """AdamW with warm-up and linear decay; returns the loss of every step."""
     generator = torch.Generator().manual_seed(seed)
-    batches = [b for _ in range(task.epochs) for b in torch.randperm(len(rows.labels), generator=generator).split(task.batch_size)]
+    orders = [torch.randperm(len(rows.labels), generator=generator) for _ in range(task.epochs)]
+    batches = [batch for order in orders for batch in torch.split(order, task.batch_size)]
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [

