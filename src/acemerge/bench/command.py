@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SUITES = {
     "text-8": "Eight text tasks, a small BERT (all-MiniLM-L6-v2).",
     "text-14": "Fourteen text tasks, the same BERT.",
+    "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored [in, out].",
     "vision-8": "Eight picture tasks, a small vision transformer.",
     "vision-14": "Fourteen picture tasks.",
     "vision-20": "Twenty picture tasks.",
@@ -78,15 +79,15 @@ def _add_suite(name: str, about: str) -> None:
         output: Output = DEFAULT_OUTPUT,
     ) -> None:
         suite = _suite(name)
-        from acemerge.bench.compare import compare, default_methods, write_table
-        from acemerge.bench.show import print_table
+        from acemerge.bench.compare import compare, default_methods
+        from acemerge.bench.show import publish_table
         from acemerge.methods import get_method
 
         chosen = _split(methods) or default_methods(len(suite.tasks))
         for method in (*chosen, *_split(validated)):
             get_method(method)  # a name that is wrong is told before an hour of training
         table = compare(suite, chosen, *_extent(seeds, limit, quick), _split(validated), _say)
-        print_table(table, write_table(table, output, name))
+        publish_table(table, output, name)
 
     suite_command.__doc__ = f"{about} Merge by every method and compare."
     bench_app.command(name)(suite_command)
@@ -94,3 +95,81 @@ def _add_suite(name: str, about: str) -> None:
 
 for _name, _about in SUITES.items():
     _add_suite(_name, _about)
+
+
+ANALYSES = {
+    "ablation": "E1 to E4 of the paper: what normalisation, prior and refinement add to the closed form.",
+    "sensitivity": "ACE over tau, k_frac and epsilon.",
+    "choices": "What each choice in ACE is worth: branch, scale, which tensors merge, centring.",
+    "orientation": "Input covariances against those of the stored order, which differ for GPT-2's matrices.",
+}
+
+
+def _add_analysis(name: str, about: str) -> None:
+    def analysis_command(
+        suite: SuiteName, seeds: Seeds = 3, limit: Limit = 1000, quick: Quick = False, output: Output = DEFAULT_OUTPUT
+    ) -> None:
+        chosen = _suite(suite)
+        from acemerge.bench.compare import analyse
+        from acemerge.bench.show import publish_table
+
+        publish_table(analyse(chosen, name, *_extent(seeds, limit, quick), _say), output, f"{name}-{suite}")
+
+    analysis_command.__doc__ = about
+    bench_app.command(name)(analysis_command)
+
+
+for _name, _about in ANALYSES.items():
+    _add_analysis(_name, _about)
+
+
+@bench_app.command("cost")
+def cost_command(
+    suite: SuiteName,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "ace,wudi,tsv_m,iso_cts,average",
+    output: Output = DEFAULT_OUTPUT,
+) -> None:
+    """Time and peak memory of merging, one merge at a time, one thread."""
+    from dataclasses import asdict
+
+    chosen = _suite(suite)
+    from acemerge.bench.cost import cost_table, measure_costs
+    from acemerge.bench.show import publish_grids
+
+    costs = measure_costs(chosen, _split(methods), _say)
+    publish_grids(f"Cost of merging {suite}", [cost_table(costs)], [asdict(c) for c in costs], output, f"cost-{suite}")
+
+
+@bench_app.command("profile")
+def profile_command(suite: SuiteName, output: Output = DEFAULT_OUTPUT) -> None:
+    """A look inside ACE: gamma and branch of every tensor, spectra before and after refinement (experts of seed 0)."""
+    from dataclasses import asdict
+
+    chosen = _suite(suite)
+    from acemerge.bench.experts import prepare_experts
+    from acemerge.bench.profile import profile, profile_table
+    from acemerge.bench.show import publish_grids
+
+    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
+    found = profile(chosen, 0)
+    publish_grids(f"Inside ACE on {suite}", [profile_table(found)], [asdict(p) for p in found], output, f"profile-{suite}")
+
+
+@bench_app.command("premise")
+def premise_command(
+    suite: SuiteName,
+    rows: Annotated[int, typer.Option(min=1, help="Held-out rows of each task.")] = 200,
+    output: Output = DEFAULT_OUTPUT,
+) -> None:
+    """Does a layer's weight change reveal the layer's own inputs? Measured on held-out rows (experts of seed 0)."""
+    from dataclasses import asdict
+
+    chosen = _suite(suite)
+    from acemerge.bench.experts import prepare_experts
+    from acemerge.bench.premise import measure_premise, premise_table
+    from acemerge.bench.show import publish_grids
+
+    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
+    found = measure_premise(chosen, 0, rows, _say)
+    grids = [premise_table(found, by) for by in ("task", "layer")]
+    publish_grids(f"The premise of ACE on {suite}", grids, [asdict(a) for a in found], output, f"premise-{suite}")

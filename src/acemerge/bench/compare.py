@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import acemerge
+from acemerge.bench.analyses import ANALYSES
 from acemerge.bench.experts import Say, prepare_experts
 from acemerge.bench.run import BASE, EXPERTS, Candidate, Job, measure_all
 from acemerge.bench.suites import Suite
@@ -68,12 +68,7 @@ def choose_alpha(suite: Suite, method: str, seeds: Sequence[int], limit: int, sa
     return Candidate(f"{method} (validated)", best.request, f"alpha chosen among {offered} on validation rows")
 
 
-def write_table(table: Table, folder: Path, name: str) -> list[Path]:
-    """The three files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for ending, text in (("json", table.to_json()), ("md", table.to_markdown()), ("csv", table.to_csv())):
-        path = folder / f"{name}.{ending}"
-        path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written
+def analyse(suite: Suite, name: str, seeds: Sequence[int], limit: int, say: Say) -> Table:
+    """The table of one of the paper's analyses."""
+    rows = rows_of(suite, ANALYSES[name](), seeds, limit, say)
+    return Table(f"{name.capitalize()} on {suite.name}", describe_run(suite, seeds, limit), rows)

@@ -20,7 +20,7 @@ import acemerge
 from acemerge.bench.domain import Prepared
 from acemerge.bench.evaluation import Accuracy, evaluate
 from acemerge.bench.experts import TRAINED, WORKERS, Experts, Say, one_thread
-from acemerge.bench.merge_cost import MergeCost, measured_merge
+from acemerge.bench.measured_merge import MergeReport, measured_merge
 from acemerge.bench.packages import cache_folder
 from acemerge.bench.suites import Suite
 from acemerge.methods import get_method
@@ -84,7 +84,8 @@ class Result:
     label: str
     seed: int
     accuracy: Mapping[str, Accuracy]
-    cost: MergeCost | None
+    merge: MergeReport | None
+    """None for the experts themselves."""
 
     @property
     def average(self) -> float:
@@ -123,7 +124,7 @@ def _measure_anew(left: Sequence[Job], say: Say, workers: int) -> None:
         for done, future in enumerate(as_completed(running), 1):
             job = running[future]
             result = future.result()
-            merging = f", merged in {result.cost.seconds:.1f} s" if result.cost else ""
+            merging = f", merged in {result.merge.seconds:.1f} s" if result.merge else ""
             say(
                 f"{done}/{len(left)} {job.candidate.label} (seed {job.seed}, {job.part}): {100 * result.average:.1f}%{merging}; "
                 f"{time.monotonic() - started:.0f} s so far"
@@ -137,15 +138,15 @@ def measure(job: Job) -> Result:
     folders = {task.name: experts.folder(task) for task in suite.tasks}
     with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as temporary:
         place = Path(temporary)
-        cost = None
+        report = None
         if job.candidate.request:
-            cost = measured_merge(experts.base, folders, place / "merged", job.candidate.request)
+            report = measured_merge(experts.base, folders, place / "merged", job.candidate.request)
         accuracy = {}
         for name, folder in folders.items():
-            if cost is not None:
+            if report is not None:
                 folder = acemerge.export_expert(place / "merged", name, place / "task", overwrite=True)
             accuracy[name] = evaluate(suite.domain, suite.domain.load(folder), _rows(job, name))
-        result = Result(job.candidate.label, job.seed, accuracy, cost)
+        result = Result(job.candidate.label, job.seed, accuracy, report)
     _write(job, result)
     return result
 
@@ -175,4 +176,4 @@ def _write(job: Job, result: Result) -> None:
 def _read(file: Path) -> Result:
     stored = json.loads(file.read_text(encoding="utf-8"))["result"]
     accuracy = {name: Accuracy(**counts) for name, counts in stored["accuracy"].items()}
-    return Result(stored["label"], stored["seed"], accuracy, MergeCost(**stored["cost"]) if stored["cost"] else None)
+    return Result(stored["label"], stored["seed"], accuracy, MergeReport(**stored["merge"]) if stored["merge"] else None)

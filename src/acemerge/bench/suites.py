@@ -26,6 +26,12 @@ def _text(name: str, count: int) -> Suite:
     return Suite(name, TextDomain(), TASKS[:count])
 
 
+def _gpt2(name: str, count: int) -> Suite:
+    from acemerge.bench.gpt2 import TASKS, Gpt2Domain
+
+    return Suite(name, Gpt2Domain(), TASKS[:count])
+
+
 def _vision(name: str, count: int) -> Suite:
     from acemerge.bench.vision import VisionDomain
     from acemerge.bench.vision_tasks import TASKS
@@ -36,6 +42,7 @@ def _vision(name: str, count: int) -> Suite:
 _SUITES: dict[str, tuple[Callable[[str, int], Suite], int]] = {
     "text-8": (_text, 8),
     "text-14": (_text, 14),
+    "gpt2-6": (_gpt2, 6),
     "vision-8": (_vision, 8),
     "vision-14": (_vision, 14),
     "vision-20": (_vision, 20),

@@ -54,13 +54,14 @@ class Row:
     @property
     def seconds(self) -> float | None:
         """Of a merge, the median over seeds."""
-        costs = [result.cost.seconds for result in self.results if result.cost]
+        costs = [result.merge.seconds for result in self.results if result.merge]
         return statistics.median(costs) if costs else None
 
     @property
     def peak_bytes(self) -> int | None:
         """Of a merge, the largest over seeds."""
-        peaks = [result.cost.peak_bytes for result in self.results if result.cost and result.cost.peak_bytes is not None]
+        reports = [result.merge for result in self.results if result.merge]
+        peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
         return max(peaks, default=None)
 
     @property
@@ -72,15 +73,11 @@ class Row:
     @property
     def hyper_parameters(self) -> str:
         """Everything that was set, defaults included, and how."""
-        if self.candidate.method is None:
+        report = self.results[0].merge
+        if report is None:
             return ""
-        method = get_method(self.candidate.method)
-        own = {option.name for option in method.describe_options()}
-        given = {name: value for name, value in self.candidate.request.items() if name != "method"}
-        values = {option.name: option.default for option in method.describe_options()}
-        values |= {name: value for name, value in given.items() if name in own}
-        values |= {name: value for name, value in given.items() if name not in own}
-        return ", ".join(f"{name}={_compact(value)}" for name, value in values.items())
+        beyond = {k: v for k, v in self.candidate.request.items() if k != "method" and k not in report.options}
+        return ", ".join(f"{name}={_compact(value)}" for name, value in {**report.options, **beyond}.items())
 
     def to_json(self) -> dict[str, Any]:
         """All there is to know, the counts of every seed included."""
@@ -171,6 +168,11 @@ def as_cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _markdown(rows: Sequence[Row]) -> str:
-    heading, *lines = as_cells(rows)
+    return as_markdown(as_cells(rows))
+
+
+def as_markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A heading and lines as a Markdown table."""
+    heading, *lines = cells
     ruler = ["---", *("---:" for _ in heading[1:])]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ruler, *lines])
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heading, ruler, *lines])

