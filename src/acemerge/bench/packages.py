@@ -20,6 +20,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import IO, Literal
 
@@ -62,13 +63,12 @@ class Package:
                 staged.replace(path)
             finally:
                 staged.unlink(missing_ok=True)
+        self._check(path)
         return path
 
     def _check(self, path: Path) -> None:
-        with path.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-        if found != self.sha256:
-            raise FetchError(f"{self}: {self.file} has sha256 {found}, not {self.sha256}: it is not the file that was expected")
+        if (found := _sha256(path)) != self.sha256:
+            raise FetchError(f"{self}: {path} has sha256 {found}, not {self.sha256}: it is not the file that was expected")
 
     def read(self, pattern: str) -> bytes:
         """The one member whose path matches a shell-style pattern."""
@@ -90,6 +90,13 @@ class Package:
                 yield from read_tar(stream, pattern)
 
 
+@cache
+def _sha256(path: Path) -> str:
+    """Read once in each process: some files are large."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def read_tar(stream: IO[bytes], pattern: str) -> Iterator[tuple[str, bytes]]:
     """Path and content of every file in a tar archive whose path matches a shell-style pattern."""
     with tarfile.open(fileobj=stream, mode="r|*") as archive:
@@ -108,18 +115,19 @@ def _fetch_from_python_index(package: Package, path: Path) -> None:
     """Ask pip for the file's address and read it from there. At its highest verbosity pip names every file it considers."""
     command = [sys.executable, "-m", "pip", "index", "versions", "-vv", "--disable-pip-version-check", package.name]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    address = re.search(rf"\b(https?|file)://\S+?/{re.escape(package.file)}(?=[#\s)]|$)", answer.stdout + answer.stderr)
-    if address is None:
+    found = re.search(rf"\S+/{re.escape(package.file)}(?=[#,\s)]|$)", answer.stdout + answer.stderr)
+    if found is None:
         reason = "\n".join((answer.stderr or answer.stdout).strip().splitlines()[-3:])
         raise FetchError(
             f"{package}: pip knows of no file {package.file}; check the network and pip's index settings, {_by_hand(package)}. "
             f"pip said: {reason}"
         )
+    address = found[0] if "://" in found[0] else Path(found[0]).as_uri()
     try:
-        with urllib.request.urlopen(address[0], timeout=120) as response, path.open("wb") as stream:
+        with urllib.request.urlopen(address, timeout=120) as response, path.open("wb") as stream:
             shutil.copyfileobj(response, stream, 1 << 20)
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise FetchError(f"{package}: could not fetch {address[0]}: {error}; try again, {_by_hand(package)}") from None
+        raise FetchError(f"{package}: could not fetch {address}: {error}; try again, {_by_hand(package)}") from None
 
 
 def _fetch_from_npm(package: Package, path: Path) -> None:

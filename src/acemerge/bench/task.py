@@ -89,4 +89,4 @@ def _identity(value: Any) -> Any:
         return value.tobytes()
     if isinstance(value, str):
         return " ".join(value.lower().split())
-    return tuple(map(_identity, value))
+    return tuple(map(_identity, value)) if isinstance(value, tuple) else value
