@@ -1,4 +1,4 @@
-"""The packages that the vision suites come in: one base, a further fine-tune of it, and pictures."""
+"""The packages that the vision suites come in: the base, and pictures."""
 
 from __future__ import annotations
 
