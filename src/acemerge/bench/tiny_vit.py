@@ -264,7 +264,8 @@ def load(folder: Path) -> TinyViT:
     described = json.loads((folder / "config.json").read_text())
     shape: dict[str, Any] = {field.name: described[field.name] for field in fields(TinyViTConfig)}
     shape = {name: tuple(value) if isinstance(value, list) else value for name, value in shape.items()}
-    model = TinyViT(TinyViTConfig(**shape), tuple(described.get("id2label", {}).values()))
+    names = described.get("id2label", {})
+    model = TinyViT(TinyViTConfig(**shape), tuple(names[key] for key in sorted(names, key=int)))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from acemerge.bench import tiny_vit
+from acemerge.bench.domain import HEAD
 from acemerge.bench.task import Rows, Task
 from acemerge.bench.tiny_vit import TinyViT, TinyViTConfig
 from acemerge.bench.vision_packages import MOBILE_SAM
@@ -52,7 +53,7 @@ class VisionDomain:
         encoder = tiny_vit.load(base)
         model = TinyViT(encoder.config, task.classes)
         missing, _ = model.load_state_dict(encoder.state_dict(), strict=False)
-        assert all(name.startswith("classifier.") for name in missing), missing
+        assert all(name.startswith(HEAD) for name in missing), missing
         return _fast(model)
 
     def load(self, folder: Path) -> nn.Module:
