@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from acemerge.bench.run import BASE, EXPERTS, Candidate, Job, Result, measure, m
 from acemerge.bench.tables import Row, Table
 from acemerge.bench.task import Rows, split
 from acemerge.checkpoint import open_checkpoint
+from acemerge.cli import main
 from acemerge.methods import all_methods
 from tiny_bench import SUITE
 
@@ -179,3 +181,24 @@ def test_commands_and_suites_go_together() -> None:
     assert set(default_methods(8)) == known - {"slerp"}
     for candidates in (make() for make in ANALYSES.values()):
         assert len({candidate.label for candidate in candidates}) == len(candidates)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "text-8", "--methods", "ace,tsvm"], "there is no method 'tsvm': did you mean 'tsv_m'?"),
+        (["bench", "ablation", "--suite", "text-9"], "there is no suite 'text-9': did you mean 'text-8'?"),
+        (["bench", "third-party", "--suite", "gpt2-6"], "use text-8 or text-14"),
+        (["demo", "--ask", "Hello", "-o", "nowhere"], "run `acemerge demo` first"),
+    ],
+)
+def test_mistakes_are_told_before_any_work(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACEMERGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["acemerge", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()

@@ -1,7 +1,6 @@
 """Experts: the base, fine-tuned once per task and seed, kept in the cache as ordinary folders.
 
-Two processes of one thread each train side by side: on few cores, two threads on matrices of this size mostly wait for each
-other. A folder appears when its expert is complete, so an interrupted training goes on with the next one.
+A folder appears when its expert is complete, so an interrupted training goes on with the next one.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from torch.nn import functional
 
 from acemerge.bench.domain import HEAD, Domain, Prepared
 from acemerge.bench.packages import cache_folder
+from acemerge.bench.side_by_side import WORKERS, run_side_by_side
 from acemerge.bench.task import Task
 
 HEAD_LEARNING_RATE = 1e-3
@@ -31,7 +29,6 @@ WARM_UP = 0.1
 """Share of the steps in which the learning rate rises; it then falls to zero."""
 TRAINED = "training.json"
 """In each expert's folder: how it was trained."""
-WORKERS = 2
 
 Say = Callable[[str], None]
 
@@ -65,21 +62,13 @@ def prepare_experts(domain: Domain, tasks: Sequence[Task], seeds: Sequence[int],
         return
     say(f"{domain.name}: training {len(left)} experts, two at a time; what is complete is kept if you interrupt this")
     started = time.monotonic()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=one_thread) as pool:
-        running = {pool.submit(train_expert, domain, task, seed): (task, seed) for task, seed in left}
-        for done, future in enumerate(as_completed(running), 1):
-            task, seed = running[future]
-            record = future.result()
-            say(
-                f"{done}/{len(left)} {task.name} (seed {seed}): loss {record['last_loss']:.2f}, {record['seconds']:.0f} s; "
-                f"{time.monotonic() - started:.0f} s so far"
-            )
-
-
-def one_thread() -> None:
-    """For a process that shares the machine with another one."""
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    calls = run_side_by_side(train_expert, [(domain, task, seed) for task, seed in left], workers)
+    for done, (index, record) in enumerate(calls, 1):
+        task, seed = left[index]
+        say(
+            f"{done}/{len(left)} {task.name} (seed {seed}): loss {record['last_loss']:.2f}, {record['seconds']:.0f} s; "
+            f"{time.monotonic() - started:.0f} s so far"
+        )
 
 
 def _settings(task: Task, seed: int) -> dict[str, Any]:

@@ -9,19 +9,18 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import acemerge
 from acemerge.bench.domain import Prepared
 from acemerge.bench.evaluation import Accuracy, evaluate
-from acemerge.bench.experts import TRAINED, WORKERS, Experts, Say, one_thread
+from acemerge.bench.experts import TRAINED, Experts, Say
 from acemerge.bench.measured_merge import MergeReport, measured_merge
 from acemerge.bench.packages import cache_folder
+from acemerge.bench.side_by_side import WORKERS, run_side_by_side
 from acemerge.bench.suites import Suite
 from acemerge.methods import get_method
 
@@ -119,16 +118,13 @@ def measure_all(jobs: Sequence[Job], say: Say, workers: int = WORKERS) -> list[R
 def _measure_anew(left: Sequence[Job], say: Say, workers: int) -> None:
     say(f"{len(left)} models to merge and evaluate; what is done is kept if you interrupt this")
     started = time.monotonic()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=one_thread) as pool:
-        running = {pool.submit(measure, job): job for job in left}
-        for done, future in enumerate(as_completed(running), 1):
-            job = running[future]
-            result = future.result()
-            merging = f", merged in {result.merge.seconds:.1f} s" if result.merge else ""
-            say(
-                f"{done}/{len(left)} {job.candidate.label} (seed {job.seed}, {job.part}): {100 * result.average:.1f}%{merging}; "
-                f"{time.monotonic() - started:.0f} s so far"
-            )
+    for done, (index, result) in enumerate(run_side_by_side(measure, [(job,) for job in left], workers), 1):
+        job = left[index]
+        merging = f", merged in {result.merge.seconds:.1f} s" if result.merge else ""
+        say(
+            f"{done}/{len(left)} {job.candidate.label} (seed {job.seed}, {job.part}): {100 * result.average:.1f}%{merging}; "
+            f"{time.monotonic() - started:.0f} s so far"
+        )
 
 
 def measure(job: Job) -> Result:
