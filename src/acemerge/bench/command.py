@@ -214,7 +214,9 @@ def demo_command(
 
     if ask is None:
         publish_table(demo.run_demo(output, _say), output, "demo")
-        print(f"\nThe model merged by ACE, with the four experts' heads: {output / 'merged'}")
+        print(
+            f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {output / 'merged'}"
+        )
         place = "" if output == Path("demo-output") else f" -o {output}"
         print(f'Ask it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"\n\n"{demo.SENTENCE}"')
     for task, answer, share in demo.ask(output / "merged", ask or demo.SENTENCE):

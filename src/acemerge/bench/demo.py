@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,16 +36,25 @@ def demo_suite() -> Suite:
 
 
 def run_demo(output: Path, say: Say) -> Table:
-    """Train, merge, compare, and leave the model that ACE merged in `output`/merged."""
+    """Train, merge, compare, and leave base, experts and the model that ACE merged in `output`."""
     suite = demo_suite()
     say("The base is all-MiniLM-L6-v2, a BERT of 23 million weights. Each expert is a full fine-tune of it for one task.")
     prepare_experts(suite.domain, suite.tasks, [0], say)
     table = compare(suite, METHODS, [0], TEST_ROWS, (), say)
     experts = Experts(suite.domain, 0)
-    for folder in (output / "merged", output / "merged.partial"):
-        shutil.rmtree(folder, ignore_errors=True)
-    acemerge.merge(experts.base, {t.name: experts.folder(t) for t in suite.tasks}, output / "merged", threads=1)
+    folders = {task.name: experts.folder(task) for task in suite.tasks}
+    for name, folder in {"base": experts.base, **{f"experts/{task}": folder for task, folder in folders.items()}}.items():
+        _link(output / name, folder)
+    acemerge.merge(experts.base, folders, output / "merged", threads=1, overwrite=True)
     return table
+
+
+def _link(link: Path, folder: Path) -> None:
+    """Show a folder of the cache in the output, for the commands that the README gives."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink():
+        link.unlink()
+    link.symlink_to(folder.resolve(), target_is_directory=True)
 
 
 def ask(merged: Path, sentence: str) -> list[tuple[str, str, float]]:
