@@ -22,7 +22,7 @@ from acemerge.bench.text import LONGEST, PreparedTexts, mean_of_token_logits, qu
 
 VOCABULARY = 4096
 STEPS, BATCH, BLOCK, RATE = 900, 32, 64, 1e-3
-PRETRAINING_TEXTS = 12_000
+PRETRAINING_TEXTS = 6_000
 """Of each source, at most."""
 
 _END = "<|endoftext|>"
@@ -38,6 +38,7 @@ class Gpt2Domain:
         """Learn the vocabulary, then to predict the next token."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
+        quiet_transformers()
         texts = list(corpus())
         tokenizer = _learn_vocabulary(texts)
         tokenizer.save_pretrained(folder)
@@ -45,7 +46,7 @@ class Gpt2Domain:
         torch.manual_seed(0)
         config = GPT2Config(
             vocab_size=VOCABULARY, n_positions=2 * BLOCK, n_embd=256, n_layer=4, n_head=8, bos_token_id=0, eos_token_id=0,
-            pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, classifier_dropout=0.0,
         )  # fmt: skip
         model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
         _pretrain(model, tokens)
@@ -58,9 +59,7 @@ class Gpt2Domain:
         quiet_transformers()
         names = dict(enumerate(task.classes))
         label2id = {name: index for index, name in names.items()}
-        model: nn.Module = GPT2ForTokenClassification.from_pretrained(
-            base, id2label=names, label2id=label2id, classifier_dropout=0.0
-        )
+        model: nn.Module = GPT2ForTokenClassification.from_pretrained(base, id2label=names, label2id=label2id)
         return model
 
     def load(self, folder: Path) -> nn.Module:
@@ -100,7 +99,7 @@ def corpus() -> Iterator[str]:
     tasks = {task.name: task for task in text_tasks.TASKS}
     for name in _CORPUS:
         for row in tasks[name].load().train.first(PRETRAINING_TEXTS).inputs:
-            yield (row if isinstance(row, str) else " ".join(row))[:1500]
+            yield (row if isinstance(row, str) else " ".join(row))[:800]
 
 
 def _learn_vocabulary(texts: list[str]) -> Any:
