@@ -15,15 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
 from acemerge.bench import vision_quickdraw, vision_tasks
 from acemerge.bench.packages import Package
 from acemerge.bench.task import Splits
 from acemerge.bench.vision_quickdraw import GROUPS, load_group
 from acemerge.bench.vision_tasks import EMOJI_CLASSES, EMOJI_VENDORS, GROCERY_CLASSES, TASKS
-
-Image = pytest.importorskip("PIL.Image")
-
 
 PutPackage = Callable[[str, Mapping[str, bytes]], None]
 
