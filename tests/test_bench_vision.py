@@ -176,6 +176,13 @@ def test_experts_learn_and_leave_batch_norms_alone(experts: Experts) -> None:
         }
 
 
+def test_the_same_seed_gives_the_same_bytes(experts: Experts) -> None:
+    weights = experts.folder(TASKS[0]) / "model.safetensors"
+    before = weights.read_bytes()
+    train_expert(experts.domain, TASKS[0], 0)
+    assert weights.read_bytes() == before
+
+
 def test_the_plan_merges_matrices_and_averages_the_rest(experts: Experts, tmp_path: Path) -> None:
     plan = acemerge.merge(experts.base, [experts.folder(task) for task in TASKS], tmp_path / "merged").plan
     fates = {tensor.name: tensor.action for tensor in plan.tensors}
