@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from acemerge import __version__
+from acemerge.bench.command import bench_app, demo_command
 from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
 from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
 from acemerge.recipe import Recipe, make_recipe, read_recipe
@@ -32,6 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+app.add_typer(bench_app)
+app.command("demo")(demo_command)
 
 Models = Annotated[
     list[str],
