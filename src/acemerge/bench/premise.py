@@ -103,7 +103,8 @@ def measure_premise(suite: Suite, seed: int, rows: int, say: Say) -> list[Alignm
     """Every matrix of every expert."""
     plan = plan_suite(suite, seed, method="ace")
     experts = Experts(suite.domain, seed)
-    names = [{t.name: t.experts[i].name for t in plan.tensors if t.action == "merged"} for i in range(len(suite.tasks))]
+    merged = [t for t in plan.tensors if t.action == "merged"]
+    names = [{t.name: t.experts[i].name or "" for t in merged} for i in range(len(suite.tasks))]
     moments = []
     for task, own_names in zip(suite.tasks, names, strict=True):
         held_out = suite.domain.prepare(task.load().validation.first(rows))

@@ -55,7 +55,7 @@ def merged_matrices(plan: Plan) -> Iterator[tuple[PlannedTensor, Tensor]]:
     """Every tensor that the method merges, with its task vectors [task, out, in]."""
     for planned in plan.tensors:
         if planned.action == "merged":
-            yield planned, load_task_vectors(plan, planned, torch.device("cpu"))
+            yield planned, load_task_vectors(plan, planned, torch.device("cpu"))[0]
 
 
 def profile(suite: Suite, seed: int) -> list[TensorProfile]:
