@@ -15,15 +15,14 @@ nothing is written, and the pages of the inputs are in the page cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from footprint import Footprint, watch
+from shapes import asked_for
 
 
 @dataclass(frozen=True)
@@ -129,16 +128,9 @@ def measure(shapes: Shapes, folder: Path, repeats: int = 3) -> dict[str, Route]:
 
 def main() -> None:
     """Make, merge, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in asdict(Shapes()).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
-    arguments = vars(parser.parse_args())
-    parent = arguments.pop("folder")
-    shapes = Shapes(**arguments)
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        make_models(shapes, Path(folder))
-        routes = measure(shapes, Path(folder))
+    with asked_for(__doc__, Shapes()) as (shapes, folder):
+        make_models(shapes, folder)
+        routes = measure(shapes, folder)
     dense = routes["dense"]
     whole = max(rows * columns for _, rows, columns in shapes.projections()) * 4
     print(f"{shapes}; ACE, {dense.branches}; the largest matrix takes {whole / 1e6:.0f} MB in float32")

@@ -9,14 +9,13 @@ the inputs are memory-mapped, and their pages belong to the page cache.
 
 from __future__ import annotations
 
-import argparse
 import json
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from footprint import watch
+from shapes import asked_for
 
 
 @dataclass(frozen=True)
@@ -101,16 +100,9 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 def main() -> None:
     """Make, merge, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in asdict(Shapes()).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
-    arguments = vars(parser.parse_args())
-    parent = arguments.pop("folder")
-    shapes = Shapes(**arguments)
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        make_models(shapes, Path(folder))
-        result = measure(shapes, Path(folder))
+    with asked_for(__doc__, Shapes()) as (shapes, folder):
+        make_models(shapes, folder)
+        result = measure(shapes, folder)
     print(f"{result.experts} experts of {result.model_bytes / 1e9:.2f} GB each, merged in {result.seconds:.0f} s")
     print(f"largest tensor        {result.largest_tensor_float32 / 1e6:8.0f} MB in float32")
     print(f"import footprint      {result.import_footprint / 1e6:8.0f} MB")
