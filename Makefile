@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup  ## train small experts on real data, merge them, print accuracy per task
-	$(BIN)/python demos/digits.py
+demo: setup  ## train experts of a real text model, merge them, compare, ask the merged model
+	$(BIN)/acemerge demo
 
 test: setup lint types unit  ## everything CI checks
 

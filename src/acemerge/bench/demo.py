@@ -1,0 +1,78 @@
+"""`acemerge demo`: the real thing in a few minutes. A real base, experts trained here, merged and compared, one to talk to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import acemerge
+from acemerge.bench.compare import compare
+from acemerge.bench.experts import Experts, Say, prepare_experts
+from acemerge.bench.suites import Suite
+from acemerge.bench.tables import Table
+from acemerge.bench.text import TextDomain
+from acemerge.bench.text_tasks import TASKS
+from acemerge.errors import InputError
+
+METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
+SENTENCE = "Une belle surprise: the best film I have seen this year."
+TEST_ROWS = 200
+
+# Those of the bench's tasks that come in small packages and learn from few rows.
+_TRAIN_ROWS = {"movie": 1600, "langid": 1200, "commits": 1600, "reuters_r8": 640}
+
+
+class DemoDomain(TextDomain):
+    """The text domain with experts of its own: those of the bench train for longer."""
+
+    name = "demo"
+
+
+def demo_suite() -> Suite:
+    """Four of the text tasks, with fewer rows to learn from and a little more speed."""
+    tasks = [task for task in TASKS if task.name in _TRAIN_ROWS]
+    short = (replace(t, train_rows=_TRAIN_ROWS[t.name], learning_rate=max(1e-4, t.learning_rate)) for t in tasks)
+    return Suite("demo", DemoDomain(), tuple(short))
+
+
+def run_demo(output: Path, say: Say) -> Table:
+    """Train, merge, compare, and leave base, experts and the model that ACE merged in `output`."""
+    suite = demo_suite()
+    say("The base is all-MiniLM-L6-v2, a BERT of 23 million weights. Each expert is a full fine-tune of it for one task.")
+    prepare_experts(suite.domain, suite.tasks, [0], say)
+    table = compare(suite, METHODS, [0], TEST_ROWS, (), say)
+    experts = Experts(suite.domain, 0)
+    folders = {task.name: experts.folder(task) for task in suite.tasks}
+    for name, folder in {"base": experts.base, **{f"experts/{task}": folder for task, folder in folders.items()}}.items():
+        _link(output / name, folder)
+    acemerge.merge(experts.base, folders, output / "merged", threads=1, overwrite=True)
+    return table
+
+
+def _link(link: Path, folder: Path) -> None:
+    """Show a folder of the cache in the output, for the commands that the README gives."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink():
+        link.unlink()
+    link.symlink_to(folder.resolve(), target_is_directory=True)
+
+
+def ask(merged: Path, sentence: str) -> list[tuple[str, str, float]]:
+    """What one merged backbone says of a sentence under each expert's head: (task, class, probability)."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from acemerge.bench.text import mean_of_token_logits, quiet_transformers
+
+    quiet_transformers()
+    if not (merged / "heads").is_dir():
+        raise InputError(f"{merged}: no merged model with heads; run `acemerge demo` first")
+    tokens = dict(AutoTokenizer.from_pretrained(merged)(sentence, return_tensors="pt", truncation=True))
+    answers = []
+    for head in sorted(path.name for path in (merged / "heads").iterdir()):
+        model = acemerge.load_expert_head(merged, head)
+        with torch.inference_mode():
+            shares = mean_of_token_logits(model, tokens)[0].softmax(0)
+        best = int(shares.argmax())
+        answers.append((head, model.config.id2label[best], float(shares[best])))
+    return answers
