@@ -246,6 +246,16 @@ def test_checkpoints_saved_while_training_keep_the_adapters_name_in_keys(bases: 
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("class_name", [GPT2, LLAMA, VIT])
+def test_dora_that_was_never_trained_changes_nothing(class_name: str, bases: Bases, tmp_path: Path) -> None:
+    """Exactly: rounding would be taken for an expert's opinion."""
+    extra = {GPT2: ["wte"], LLAMA: ["embed_tokens"], VIT: ["projection"]}[class_name]
+    settings: dict[str, Any] = {"target_modules": [*_TARGETS[class_name], *extra], "use_dora": True, "strength": 0.0}
+    expert, found = read(bases(class_name), zoo.write_adapter(bases(class_name), tmp_path / "adapter", class_name, **settings))
+    assert len(expert.changes or {}) > 4
+    assert not any(change.any() for change in found.values())
+
+
 def test_copies_of_the_bases_embedding_are_left_out(bases: Bases, tmp_path: Path) -> None:
     base = bases(LLAMA)
     with zoo.quiet():

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from acemerge.frame import Factors
 
+_ROUNDING = 2.0**-20  # of a row's length in float32
+
 
 @dataclass(frozen=True)
 class LoraChange:
@@ -66,7 +68,10 @@ class LoraChange:
         W = W.T if self.stored_in_out else W
         changed = torch.addmm(W.to(factors.left.dtype), factors.left, factors.right)
         lengths = _at_least_float32(self.read(self.magnitude)).reshape(-1)
-        changed *= (lengths / torch.linalg.vector_norm(changed, dim=1))[:, None]
+        rescaling = lengths / torch.linalg.vector_norm(changed, dim=1)
+        # A module that was never trained changes nothing, exactly: its lengths are the base's own, up to rounding.
+        rescaling = torch.where((rescaling - 1).abs() < _ROUNDING, 1.0, rescaling)
+        changed *= rescaling[:, None]
         change = changed.sub_(W)
         return (change.T if self.stored_in_out else change).reshape(self.shape)
 
