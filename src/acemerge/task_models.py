@@ -25,6 +25,7 @@ from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_che
 from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
+from acemerge.source import expand_home
 from acemerge.staging import check_output, staged_output
 from acemerge.task_vectors import REPAIR, count_nonfinite
 from acemerge.untrusted import check_inside
@@ -225,7 +226,7 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
 
 def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwrite: bool = False) -> Path:
     """Write an ordinary Hugging Face folder for one task: the merged backbone with what is that expert's own."""
-    merged, output = Path(merged).expanduser(), Path(output).expanduser()
+    merged, output = expand_home(Path(merged)), expand_home(Path(output))
     check_output(output, overwrite, [merged])
     if output.exists() and any(output.iterdir()) and "exported" not in read_json(output / MANIFEST):
         raise InputError(f"{output}: is a merge, not an earlier export, so it is not replaced; choose another output")
@@ -245,7 +246,7 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
         import transformers
     except ImportError:
         raise InputError("load_expert_head needs transformers: pip install 'acemerge[eval]'") from None
-    merged = Path(merged).expanduser()
+    merged = expand_home(Path(merged))
     model = _open_task_model(merged, expert)
     folder = merged / "heads" / expert
     config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else merged)
