@@ -3,9 +3,9 @@
     python benchmarks/faults.py --mergekit ENV/bin/mergekit-yaml
 
 Every fault is made in a fresh copy of small Llama checkpoints (a base and two experts); both tools then merge them by task
-arithmetic, by their own command lines. Reported are the exit code, what is in the output's place afterwards, and the last line of
-the message. For faults in the middle of a merge the models have 220 MB each, and the fault comes when the first output file
-appears.
+arithmetic, by their own command lines, with 8 GB of address space so that no fault takes the machine with it. Reported are the
+exit code, what is in the output's place afterwards, and the last line of the message. For faults in the middle of a merge the
+models have 220 MB each, and the fault comes when the first output file appears. Needs Linux; the full disk needs root.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 
 EXPERTS = ("expert-0", "expert-1")
 WEIGHTS = "model.safetensors"
+MEMORY_LIMIT = 8 * 2**30
 
 
 # --- the two tools -----------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def laugh(folder: Path, tool: Tool) -> None:
     lines += [f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
     field = "base" if tool.name == "acemerge" else "merge_method"
     path = folder / f"{tool.name}.yaml"
-    path.write_text("\n".join([*lines, f"{field}: *i", path.read_text()]))
+    path.write_text("\n".join([*lines, path.read_text(), f"{field}: *i"]))
 
 
 def older_output(folder: Path, tool: Tool) -> None:
@@ -176,11 +177,11 @@ def older_output(folder: Path, tool: Tool) -> None:
 def when_the_first_file_appears(action: Callable[[Path, Tool, subprocess.Popen[str]], object]) -> Any:
     """Wait for the first shard in the output, or in its staging folder."""
 
-    def during(folder: Path, tool: Tool, process: subprocess.Popen[str]) -> None:
+    def during(folder: Path, tool: Tool, process: subprocess.Popen[str]) -> object:
         while process.poll() is None and not list((folder / "disk").rglob("model*.safetensors")):
             time.sleep(0.002)
         time.sleep(0.05)
-        action(folder, tool, process)
+        return action(folder, tool, process)
 
     return during
 
@@ -195,10 +196,10 @@ def truncate_input(folder: Path, tool: Tool, process: subprocess.Popen[str]) -> 
     cut(folder / EXPERTS[1] / WEIGHTS)
 
 
-def start_second(folder: Path, tool: Tool, process: subprocess.Popen[str]) -> None:  # noqa: ARG001
-    """The same merge once more, into the same output, while the first runs."""
+def start_second(folder: Path, tool: Tool, process: subprocess.Popen[str]) -> str:  # noqa: ARG001
+    """The same merge once more, into the same output, started while the first runs."""
     second = subprocess.run(tool.arguments(folder, 20), capture_output=True, text=True, check=False, env=environment())
-    print(f"    second run of {tool.name}: exit code {second.returncode}, {last_line(second.stderr)}", file=sys.stderr)
+    return f"the second: exit {second.returncode} `{last_line(second.stderr)}`; the first: "
 
 
 SMALL = (
@@ -239,6 +240,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def limited(arguments: list[str]) -> list[str]:
+    """The same command with a bound on its memory."""
+    return ["prlimit", f"--as={MEMORY_LIMIT}", *arguments]
+
+
 def last_line(text: str) -> str:
     """The end of a message, without paths of this machine."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
@@ -267,25 +273,22 @@ def run(fault: Fault, tool: Tool, models: Path, limit: int) -> str:
 
 def merge_and_describe(fault: Fault, tool: Tool, folder: Path, arguments: list[str], limit: int) -> str:
     """The merge itself."""
-    started = time.perf_counter()
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=errors, text=True, env=environment()) as process,
+        subprocess.Popen(limited(arguments), stdout=subprocess.DEVNULL, stderr=errors, text=True, env=environment()) as process,
     ):
-        if fault.during:
-            fault.during(folder, tool, process)
+        note = (fault.during(folder, tool, process) if fault.during else None) or ""
         try:
             code = str(process.wait(timeout=limit))
         except subprocess.TimeoutExpired:
             process.kill()
             code = f"still running after {limit} s"
-        seconds = time.perf_counter() - started
         errors.seek(0)
         message = errors.read()
     trace = ", traceback" if "Traceback" in message else ""
     ran = ", CODE RAN" if (folder / "ran").exists() else ""
     said = f"`{last_line(message)}`" if code != "0" else ""
-    return f"exit {code}{trace}{ran}; {describe(tool.output(folder), folder)}; {seconds:.0f} s. {said}"
+    return f"{note}exit {code}{trace}{ran}; {describe(tool.output(folder), folder)}. {said}"
 
 
 def describe(output: Path, folder: Path) -> str:

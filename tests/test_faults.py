@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import acemerge
-from acemerge import resources, task_vectors
+from acemerge import publishing, resources, task_vectors
 from acemerge.engine import local
 from acemerge.errors import InputError, MergeError
+from acemerge.pipeline import find_sources, make_plan
 from acemerge.plan import Plan, PlannedTensor
+from acemerge.recipe import make_recipe
 from acemerge.resources import check_memory, needed_space
 from acemerge.task_vectors import MergedTensor, merge_tensor
 from child import CANNOT_MOUNT, Ended, command, fork, in_child, wait, with_own_mounts
@@ -346,6 +348,18 @@ def test_without_verify_such_an_input_is_noticed_before_publishing(
     acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", resume=False)
 
 
+def test_a_header_counts_even_where_the_plan_does_not_use_it(models: Models) -> None:
+    """Same size, same date, and a tensor that is copied from the base: an interrupted run's shards are not reused."""
+    recipe = make_recipe({"base": str(models.base), "experts": [str(models.experts[0])]})
+    before = make_plan(recipe, find_sources(recipe)).digest
+    path = models.experts[0] / "model.safetensors"
+    status, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.replace(b'"I64"', b'"U64"'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.read_bytes() != content
+    assert make_plan(recipe, find_sources(recipe)).digest != before
+
+
 def test_verify_reuses_shards_of_the_same_bytes(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(models, tmp_path / "out", monkeypatch)
     calls: list[str] = []
@@ -436,6 +450,26 @@ def test_a_kill_between_two_renames_is_undone(models: Models, tmp_path: Path, mo
     with pytest.raises(InputError, match="already exists"):
         acemerge.merge(models.base, models.experts, tmp_path / "out")
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
+@pytest.mark.parametrize("occupied", [False, True])
+def test_what_a_kill_left_aside_is_removed_and_what_is_the_users_is_not(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, occupied: bool
+) -> None:
+    monkeypatch.setattr(publishing, "exchange", lambda one, other: False)
+    for name in ("out", "out.replaced"):
+        acemerge.merge(models.base, models.experts, tmp_path / name)
+    acemerge.merge(models.base, models.experts, tmp_path / "out", method="average", overwrite=True)
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+    (tmp_path / "out.replaced").mkdir()
+    (tmp_path / "out.replaced/thesis.txt").write_text("mine")
+    if occupied:
+        with pytest.raises(InputError, match=r"out\.replaced: needed .* move it away"):
+            acemerge.merge(models.base, models.experts, tmp_path / "out", overwrite=True)
+    else:
+        shutil.rmtree(tmp_path / "out")
+        acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert (tmp_path / "out.replaced/thesis.txt").read_text() == "mine"
 
 
 def test_a_lock_that_is_not_ours_is_left_alone(models: Models, tmp_path: Path) -> None:

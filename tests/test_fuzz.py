@@ -261,6 +261,9 @@ def test_sizes(text: str) -> None:
 
 
 @fuzz(st.text(max_size=60))
+@example("~nobody-of-that-name/model")
+@example("a" * 300)
+@example("\x00")
 def test_model_names(text: str) -> None:
     survives(lambda: resolve_source(text, relative_to=FOLDERS["scratch"], offline=True))
 

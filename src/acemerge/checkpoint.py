@@ -162,7 +162,7 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
     """Open a Hugging Face folder or a single weights file; reads headers only."""
     files = _weight_files(path)
     if path.is_dir():
-        check_inside(path, (p for p in path.iterdir() if p.is_file()))
+        check_inside(path, [*files, *path.glob("*.index.json")])
     parts = [open_file(file) for file in files]
     tensors: dict[str, TensorHeader] = {}
     owner: dict[str, WeightsFile] = {}
@@ -176,7 +176,9 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
     _check_index(path, owner)
     tied = {copy: original for part in parts for copy, original in part.tied.items()}
     stamps = tuple(part.stamp for part in parts)
-    return Checkpoint(name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps)
+    model = Checkpoint(name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps)
+    check_inside(path, model.side_files())
+    return model
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], name: str) -> Checkpoint:

@@ -24,7 +24,7 @@ from acemerge.planner import build_plan
 from acemerge.progress import show_progress
 from acemerge.recipe import Recipe
 from acemerge.resources import check_resources
-from acemerge.source import Source, resolve_source
+from acemerge.source import Source, expand_home, resolve_source
 from acemerge.staging import Staging, check_output, staged_output
 from acemerge.task_models import write_heads
 
@@ -69,7 +69,7 @@ def run_merge(
     quiet: bool = True,
 ) -> MergeResult:
     """Carry out a recipe and publish the result at `output`."""
-    output = output.expanduser()
+    output = expand_home(output)
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads}: give at least one")
     check_output(output, overwrite)

@@ -45,13 +45,6 @@ def locked(output: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def restore_replaced(output: Path) -> None:
-    """Undo what a kill between the two renames of `publish` left behind."""
-    replaced = _replaced(output)
-    if replaced.is_dir() and not is_occupied(output):
-        replaced.rename(output)
-
-
 def publish(folder: Path, output: Path) -> Path | None:
     """Move a finished folder to its place, durably; where the earlier output is now, if there was one."""
     _flush_to_disk(folder)
@@ -61,7 +54,7 @@ def publish(folder: Path, output: Path) -> Path | None:
     elif exchange(folder, output):
         earlier = folder
     else:
-        earlier = _replaced(output)
+        earlier = replaced_folder(output)
         output.rename(earlier)
         folder.rename(output)
     _flush(output.parent)
@@ -88,7 +81,8 @@ def remove(folder: Path, marker: str) -> None:
     shutil.rmtree(folder)
 
 
-def _replaced(output: Path) -> Path:
+def replaced_folder(output: Path) -> Path:
+    """Where an earlier output is between the two renames."""
     return output.with_name(output.name + ".replaced")
 
 

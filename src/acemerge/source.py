@@ -38,10 +38,22 @@ class Source:
         return re.sub(r"[^\w.+-]", "_", stem)
 
 
+def expand_home(path: Path) -> Path:
+    """A path that may begin with ~ or ~user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise InputError(f"{path}: there is no such user, so no such folder") from None
+
+
 def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = False) -> Source:
     """Find a model: an existing path first, then the hub (its cache only, when offline)."""
-    path = relative_to / Path(given).expanduser()
-    if path.exists():
+    path = relative_to / expand_home(Path(given))
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise InputError(f"{given}: cannot be looked up ({error.strerror})") from None
+    if exists:
         return Source(given, path)
     match = _HUB_ID.fullmatch(given)
     in_a_folder_here = "/" in given and path.parent.is_dir()

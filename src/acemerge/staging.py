@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from acemerge.errors import InputError, MergeError
 from acemerge.input_hashes import Hashes, InputHashes, content_sha256
-from acemerge.publishing import is_occupied, locked, publish, remove, restore_replaced
+from acemerge.publishing import is_occupied, locked, publish, remove, replaced_folder
 from acemerge.writer import MANIFEST, files_below
 
 _STATE = ".acemerge-state.json"
@@ -152,7 +152,7 @@ def staged_output(
     """
     folder = partial_folder(output)
     with _explained(output), _parent_of(output), locked(output):
-        restore_replaced(output)
+        _tidy_up_after_a_kill(output)
         if is_occupied(output):  # asked again, now that nobody else is at work
             _check_may_replace(output, overwrite)
         _check_ours(folder, output)
@@ -196,16 +196,32 @@ def _explained(output: Path) -> Iterator[None]:
         ) from None
 
 
-def _check_ours(folder: Path, output: Path) -> None:
-    """A folder with the staging name is taken over only if acemerge left it there: by its state, or as an output it replaced."""
+def _is_ours(folder: Path) -> bool:
+    """Whether acemerge left a folder there: by its state, or as an output it replaced. Only then is it taken over."""
     if not folder.exists() or (folder.is_dir() and (not any(folder.iterdir()) or any(folder.glob(f"{_STATE}*")))):
-        return
+        return True
     try:
         _check_may_replace(folder, overwrite=True)
     except InputError:
-        raise InputError(
-            f"{folder}: needed for the work on {output.name}, but holds files that are not acemerge's; move it away"
-        ) from None
+        return False
+    return True
+
+
+def _check_ours(folder: Path, output: Path) -> None:
+    if not _is_ours(folder):
+        raise InputError(f"{folder}: needed for the work on {output.name}, but holds files that are not acemerge's; move it away")
+
+
+def _tidy_up_after_a_kill(output: Path) -> None:
+    """Where two folders cannot be exchanged, a kill can leave the earlier output aside: put it back, or finish removing it."""
+    replaced = replaced_folder(output)
+    if not replaced.is_dir() or (not _is_ours(replaced) and not is_occupied(output)):
+        return
+    _check_ours(replaced, output)
+    if is_occupied(output):
+        remove(replaced, _STATE)
+    else:
+        replaced.rename(output)
 
 
 def _read_state(folder: Path) -> _State | None:

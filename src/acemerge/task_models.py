@@ -26,6 +26,7 @@ from acemerge.checkpoint import Checkpoint, TensorHeader, element_size, open_che
 from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.plan import Plan
 from acemerge.side_files import copy_side_file
+from acemerge.source import expand_home
 from acemerge.staging import check_output, staged_output
 from acemerge.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
 from acemerge.task_vectors import REPAIR, count_nonfinite
@@ -229,7 +230,7 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
 
 def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwrite: bool = False) -> Path:
     """Write an ordinary Hugging Face folder for one task: the merged backbone, or adapter, with what is that expert's own."""
-    merged, output = Path(merged).expanduser(), Path(output).expanduser()
+    merged, output = expand_home(Path(merged)), expand_home(Path(output))
     check_output(output, overwrite, [merged])
     if output.exists() and any(output.iterdir()) and "exported" not in read_json(output / MANIFEST):
         raise InputError(f"{output}: is a merge, not an earlier export, so it is not replaced; choose another output")
@@ -252,7 +253,7 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
         import transformers
     except ImportError:
         raise InputError("load_expert_head needs transformers: pip install 'acemerge[eval]'") from None
-    merged = Path(merged).expanduser()
+    merged = expand_home(Path(merged))
     if is_adapter(merged):
         raise InputError(f"{merged}: an adapter, not a model; `acemerge task` makes a task's adapter, which peft loads")
     model = _open_task_model(merged, expert)
