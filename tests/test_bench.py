@@ -116,6 +116,8 @@ def test_results_depend_on_everything_that_changes_them(cache: Path) -> None:
         Job(SUITE, Candidate("a", {"method": "ace"}), 0, 60, "validation"),
     ]
     assert len({job.file for job in jobs}) == len(jobs)
+    same = Job(SUITE, Candidate("b", {"method": "ace", "tau": 0.3}), 0, 60)
+    assert same.file == jobs[0].file, "a default written out is the same request"
 
 
 def test_premise_sees_the_inputs_of_every_merged_layer(cache: Path) -> None:
@@ -143,7 +145,7 @@ def test_profile_matches_a_merge(cache: Path, tmp_path: Path) -> None:
 
 def test_a_table_takes_means_over_seeds() -> None:
     def result(seed: int, a: int, b: int) -> Result:
-        return Result("x", seed, {"a": Accuracy(a, 100), "b": Accuracy(b, 200)}, None)
+        return Result(seed, {"a": Accuracy(a, 100), "b": Accuracy(b, 200)}, None)
 
     experts = (result(0, 80, 100), result(1, 90, 100))
     row = Row(Candidate("x", {"method": "ace"}), (result(0, 40, 100), result(1, 45, 50)), experts)

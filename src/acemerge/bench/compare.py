@@ -42,7 +42,7 @@ def describe_run(suite: Suite, seeds: Sequence[int], limit: int) -> dict[str, An
         "seeds": ", ".join(map(str, seeds)),
         "test_rows_per_task": f"at most {limit}",
         "metric": "accuracy in percent under each expert's own head; of experts: mean share of each expert's accuracy kept",
-        "merged_tensors": "as the preset of the base's model type says; orientation canonical; heads are never merged",
+        "merged_tensors": "as the preset of the base's model type says; canonical orientation unless stated; heads never",
         "standard_error": "of the average, from the number of test rows and, with several seeds, the spread over seeds",
         "versions": f"acemerge {acemerge.__version__}, torch {torch.__version__}",
     }
@@ -71,4 +71,4 @@ def choose_alpha(suite: Suite, method: str, seeds: Sequence[int], limit: int, sa
 def analyse(suite: Suite, name: str, seeds: Sequence[int], limit: int, say: Say) -> Table:
     """The table of one of the paper's analyses."""
     rows = rows_of(suite, ANALYSES[name](), seeds, limit, say)
-    return Table(f"{name.capitalize()} on {suite.name}", describe_run(suite, seeds, limit), rows)
+    return Table(f"{name.capitalize()} on {suite.name}", describe_run(suite, seeds, limit), rows, ranked=False)

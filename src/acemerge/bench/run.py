@@ -42,6 +42,15 @@ class Candidate:
         """The merging method, if it is a merge."""
         return self.request.get("method")
 
+    def full_request(self) -> dict[str, Any]:
+        """The request with the method's defaults written out: what asks for the same is the same."""
+        if self.method is None:
+            return {}
+        method = get_method(self.method)
+        known = {option.name for option in method.describe_options()}
+        options = method.options({name: value for name, value in self.request.items() if name in known})
+        return {**self.request, **asdict(options)}
+
 
 BASE = Candidate("base", {"method": "average", "alpha": 0.0})
 """A merge that adds nothing: the base under each expert's head, by the same path as all others."""
@@ -61,26 +70,17 @@ class Job:
     @property
     def file(self) -> Path:
         """Where its result is kept. Anything that changes the result changes the name, the method's own source included."""
-        identity: list[Any] = [
-            self.suite.name,
-            dict(self.candidate.request),
-            self.seed,
-            self.limit,
-            self.part,
-            acemerge.__version__,
-        ]
-        identity += [_source(self.candidate.method), _training(self.suite, self.seed)]
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        return (
-            cache_folder() / "results" / self.suite.name / f"{self.candidate.label.replace(' ', '-')}-{self.seed}-{digest}.json"
-        )
+        method = self.candidate.method
+        what = [self.suite.name, self.candidate.full_request(), self.seed, self.limit, self.part]
+        made_by = [acemerge.__version__, _source(method), _training(self.suite, self.seed)]
+        digest = hashlib.sha256(json.dumps([what, made_by], sort_keys=True).encode()).hexdigest()[:16]
+        return cache_folder() / "results" / self.suite.name / f"{method or EXPERTS.label}-{self.seed}-{digest}.json"
 
 
 @dataclass(frozen=True)
 class Result:
     """What a job found."""
 
-    label: str
     seed: int
     accuracy: Mapping[str, Accuracy]
     merge: MergeReport | None
@@ -101,15 +101,16 @@ def _source(method: str | None) -> str:
     return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
 
 
-def _training(suite: Suite, seed: int) -> list[str]:
+def _training(suite: Suite, seed: int) -> list[dict[str, Any]]:
     """How the experts were trained."""
     experts = Experts(suite.domain, seed)
-    return [(experts.folder(task) / TRAINED).read_text(encoding="utf-8") for task in suite.tasks]
+    records = [json.loads((experts.folder(task) / TRAINED).read_text(encoding="utf-8")) for task in suite.tasks]
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
 
 
 def measure_all(jobs: Sequence[Job], say: Say, workers: int = WORKERS) -> list[Result]:
     """Every job's result, from the kept ones or measured now, two at a time."""
-    left = [job for job in jobs if not job.file.is_file()]
+    left = list({job.file: job for job in jobs if not job.file.is_file()}.values())
     if left:
         _measure_anew(left, say, workers)
     return [_read(job.file) for job in jobs]
@@ -142,7 +143,7 @@ def measure(job: Job) -> Result:
             if report is not None:
                 folder = acemerge.export_expert(place / "merged", name, place / "task", overwrite=True)
             accuracy[name] = evaluate(suite.domain, suite.domain.load(folder), _rows(job, name))
-        result = Result(job.candidate.label, job.seed, accuracy, report)
+        result = Result(job.seed, accuracy, report)
     _write(job, result)
     return result
 
@@ -172,4 +173,4 @@ def _write(job: Job, result: Result) -> None:
 def _read(file: Path) -> Result:
     stored = json.loads(file.read_text(encoding="utf-8"))["result"]
     accuracy = {name: Accuracy(**counts) for name, counts in stored["accuracy"].items()}
-    return Result(stored["label"], stored["seed"], accuracy, MergeReport(**stored["merge"]) if stored["merge"] else None)
+    return Result(stored["seed"], accuracy, MergeReport(**stored["merge"]) if stored["merge"] else None)

@@ -111,6 +111,8 @@ class Table:
     about: Mapping[str, Any]
     """Suite, seeds, rows, versions: what is needed to repeat it."""
     rows: tuple[Row, ...]
+    ranked: bool = True
+    """Whether people see the best first; an analysis has an order of its own."""
 
     def to_json(self) -> str:
         """For programs."""
@@ -133,22 +135,21 @@ class Table:
         return text.getvalue()
 
     def to_markdown(self) -> str:
-        """For people: the best average first, and models with something of each task's own apart."""
+        """For people: models with something of each task's own are apart."""
         reference = [row for row in self.rows if row.candidate.label in ("base", EXPERTS.label)]
         others = [row for row in self.rows if row not in reference]
         single = [row for row in others if not row.per_task]
         per_task = [row for row in others if row.per_task]
         about = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in self.about.items())
-        parts = [f"# {self.title}", about, _markdown([*reference, *_ranked(single)])]
+        parts = [f"# {self.title}", about, _markdown([*reference, *self._in_order(single)])]
         if per_task:
             parts += ["One model per task, made from shared parts, which is easier than one merged model:"]
-            parts += [_markdown(_ranked(per_task))]
+            parts += [_markdown(self._in_order(per_task))]
         settings = [f"- {row.candidate.label}: {row.hyper_parameters} ({row.candidate.chosen})" for row in others]
         return "\n\n".join([*parts, "Hyper-parameters:", "\n".join(settings)]) + "\n"
 
-
-def _ranked(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: -row.average)
+    def _in_order(self, rows: Sequence[Row]) -> list[Row]:
+        return sorted(rows, key=lambda row: -row.average) if self.ranked else list(rows)
 
 
 def _known(value: float | None, form: str) -> str:
