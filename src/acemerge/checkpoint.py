@@ -176,7 +176,9 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
     _check_index(path, owner)
     tied = {copy: original for part in parts for copy, original in part.tied.items()}
     stamps = tuple(part.stamp for part in parts)
-    model = Checkpoint(name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps)
+    model = Checkpoint(
+        name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps
+    )
     check_inside(path, model.side_files())
     return model
 
