@@ -46,7 +46,7 @@ class Gpt2Domain:
         torch.manual_seed(0)
         config = GPT2Config(  # type: ignore[call-arg]
             vocab_size=VOCABULARY, n_positions=2 * BLOCK, n_embd=256, n_layer=4, n_head=8, bos_token_id=0, eos_token_id=0,
-            pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, classifier_dropout=0.0,  # type: ignore[call-arg]
+            pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, classifier_dropout=0.0,
         )  # fmt: skip
         model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
         _pretrain(model, tokens)
