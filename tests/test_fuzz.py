@@ -213,6 +213,47 @@ def test_configs(config: dict[str, Any]) -> None:
     survives(lambda: choose_family("auto", config, []))
 
 
+LORA = save(
+    {
+        "base_model.model.layers.0.lora_A.weight": torch.ones(2, 8),
+        "base_model.model.layers.0.lora_B.weight": torch.ones(12, 2),
+        "base_model.model.embed.lora_embedding_A": torch.ones(2, 20),
+        "base_model.model.embed.lora_embedding_B": torch.ones(8, 2),
+        "base_model.model.layers.0.bias": torch.ones(12),
+    },
+    {"format": "pt"},
+)
+LORA_SETTINGS: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+LORA_KEYS = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "lora_bias", "bias",
+    "auto_mapping", "task_type", "init_lora_weights", "modules_to_save", "fan_in_fan_out", "base_model_name_or_path", "something_new",
+)  # fmt: skip
+
+
+def plan_with_adapter(settings: bytes, weights: bytes) -> None:
+    root = FOLDERS["scratch"] / "adapters"
+    if not root.exists():
+        write_models(root)
+        (root / "lora").mkdir()
+    (root / "lora/adapter_config.json").write_bytes(settings)
+    (root / "lora/adapter_model.safetensors").write_bytes(weights)
+    recipe = make_recipe({"base": "x", "experts": ["y"]})
+    sources = Sources(Source("x", root / "base"), (Source("y", root / "lora"),), ("x", "y"))
+    survives(lambda: make_plan(recipe, sources).digest)
+
+
+@fuzz(st.dictionaries(st.sampled_from(LORA_KEYS), JSON | st.just(True) | st.dictionaries(st.text(max_size=20), JSON, max_size=2)))
+@example({"rank_pattern": {"(a+)+b": 2}})
+@example({"lora_alpha": 10**400})
+def test_settings_of_adapters(changed: dict[str, Any]) -> None:
+    plan_with_adapter(json.dumps({**LORA_SETTINGS, **changed}).encode(), LORA)
+
+
+@fuzz(damaged(LORA), st.booleans())
+def test_weights_of_adapters(content: bytes, use_dora: bool) -> None:
+    plan_with_adapter(json.dumps({**LORA_SETTINGS, "use_dora": use_dora}).encode(), content)
+
+
 # --- recipes and arguments ---------------------------------------------------------------------------------------------
 
 SOUND_RECIPE = yaml.safe_dump(

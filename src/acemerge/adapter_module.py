@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from acemerge.adapter_settings import CONFIG, EXPAND
+from acemerge.adapter_settings import CONFIG, EXPAND, value_for
 from acemerge.checkpoint import Checkpoint, TensorHeader
 from acemerge.errors import InputError
 from acemerge.families import Family, is_stored_in_out
 from acemerge.lora_change import BiasChange, LoraChange
+from acemerge.untrusted import shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _LARGEST_RANK = 2**16
+_LARGEST_ALPHA = 1e9
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,8 @@ class LoraModule:
             raise InputError(f"{self.file}: the factors of '{self.name}' do not fit each other: {shapes}; save it again")
         declared = self._setting("rank_pattern", "r")
         if declared != A.shape[0]:
-            raise InputError(
-                f"{self.file}: '{self.name}' has rank {A.shape[0]}, {CONFIG} says {declared}; save the adapter again"
-            )
+            says = f"{CONFIG} says {shortened(repr(declared))}"
+            raise InputError(f"{self.file}: '{self.name}' has rank {A.shape[0]}, {says}; save the adapter again")
         if not (A.is_mergeable and B.is_mergeable):
             raise InputError(f"{self.file}: the factors of '{self.name}' are {A.dtype} and {B.dtype}, not floating-point weights")
         self._check_vector("lora_magnitude_vector", "use_dora", B.shape[0])
@@ -96,8 +96,9 @@ class LoraModule:
     def _scale(self) -> float:
         r = self.stored[self._key("lora_A")].shape[0]
         alpha = self._setting("alpha_pattern", "lora_alpha")
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise InputError(f"{self.file.parent / CONFIG}: lora_alpha of '{self.name}' is {alpha!r}, not a number")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < _LARGEST_ALPHA:
+            problem = f"lora_alpha of '{self.name}' is {shortened(repr(alpha))}, not a usable number"
+            raise InputError(f"{self.file.parent / CONFIG}: {problem}; save the adapter again")
         return alpha / (math.sqrt(r) if self.settings.get("use_rslora") else r)
 
     def change(self, read: Callable[[str], Tensor], ours: str, base: Checkpoint, family: Family) -> LoraChange:
@@ -120,17 +121,7 @@ class LoraModule:
         return is_stored_in_out(ours, family, base.tensors) if known else bool(self.settings.get("fan_in_fan_out"))
 
     def _setting(self, patterns: str, default: str) -> Any:
-        """This module's own value: of the first pattern that matches the end of its name, else the adapter's."""
-        for pattern, value in (self.settings.get(patterns) or {}).items():
-            try:
-                found = re.match(rf"(.*\.)?({pattern})$", self.name)
-            except re.error as error:
-                raise InputError(
-                    f"{self.file.parent / CONFIG}: {patterns}: {pattern!r} is not a pattern ({error}); save the adapter again"
-                ) from None
-            if found:
-                return value
-        return self.settings.get(default)
+        return value_for(self.name, self.settings, patterns, default, self.file.parent / CONFIG)
 
     def bias_change(self, read: Callable[[str], Tensor]) -> BiasChange:
         """What it does to that module's bias."""

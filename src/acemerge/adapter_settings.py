@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from acemerge.checkpoint import read_json
 from acemerge.errors import InputError
+from acemerge.untrusted import shortened
 
 CONFIG = "adapter_config.json"
 EXPAND = "Merge it into its base with peft's merge_and_unload, save that, and give that folder"
@@ -22,6 +24,7 @@ _UNDERSTOOD = frozenset(
 # The initialisations that leave the base's weights alone. Others (pissa, olora, loftq, corda, lora_ga) move a part of them into
 # the adapter: its change is not one of the base itself.
 _LEAVES_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_LONGEST_PATTERN = 300
 # Settings that are used as what they should be.
 _TYPES: Mapping[str, type] = {
     "rank_pattern": dict,
@@ -44,18 +47,18 @@ def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
     """Only what is understood is read: an option that might change what the weights mean is refused by its name."""
     kind = settings.get("peft_type")
     if kind != "LORA":
-        raise InputError(f"{path}: a PEFT adapter of type {kind}; acemerge reads LORA. {EXPAND}")
+        raise InputError(f"{path}: a PEFT adapter of type {shortened(str(kind))}; acemerge reads LORA. {EXPAND}")
     initial = settings.get("init_lora_weights")
     if initial not in _LEAVES_THE_BASE:
         raise InputError(
-            f"{path}: init_lora_weights={initial!r} may have moved a part of the base's weights into the adapter, so it is a "
-            "change of another base; save it with path_initial_model_for_weight_conversion to turn it into plain LoRA"
+            f"{path}: init_lora_weights={shortened(repr(initial))} may have moved a part of the base's weights into the adapter, so "
+            "it is a change of another base; save it with path_initial_model_for_weight_conversion to turn it into plain LoRA"
         )
     if settings.get("lora_bias") and settings.get("bias", "none") != "none":
-        raise InputError(f"{path}: lora_bias together with bias={settings['bias']!r} is not supported. {EXPAND}")
+        raise InputError(f"{path}: lora_bias together with bias={shortened(repr(settings['bias']))} is not supported. {EXPAND}")
     strange = [name for name, value in settings.items() if name not in _UNDERSTOOD and value not in (None, False, [], {}, "")]
     if strange:
-        raise InputError(f"{path / CONFIG}: {strange[0]}={settings[strange[0]]!r} is not supported. {EXPAND}")
+        raise InputError(f"{path / CONFIG}: {shortened(repr({strange[0]: settings[strange[0]]}))} is not supported. {EXPAND}")
 
 
 def _check_types(settings: Mapping[str, Any], path: Path) -> None:
@@ -63,4 +66,20 @@ def _check_types(settings: Mapping[str, Any], path: Path) -> None:
         value = settings.get(name)
         if value is not None and not isinstance(value, wanted):
             what = "a mapping" if wanted is dict else "text"
-            raise InputError(f"{path}: {name} must be {what}, not {value!r}; save the adapter again")
+            raise InputError(f"{path}: {name} must be {what}, not {shortened(repr(value))}; save the adapter again")
+
+
+def value_for(module: str, settings: Mapping[str, Any], patterns: str, default: str, path: Path) -> Any:
+    """A module's own value: of the first pattern that matches the end of its name, else the adapter's."""
+    for pattern, value in (settings.get(patterns) or {}).items():
+        # A group that repeats can take exponential time on a name that nearly matches.
+        if len(pattern) > _LONGEST_PATTERN or re.search(r"\)[*+?{]", pattern) or pattern.count("*") + pattern.count("+") > 4:
+            raise InputError(f"{path}: {patterns}: {shortened(repr(pattern))} is too involved for a module's name")
+        try:
+            found = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            where = f"{path}: {patterns}: {shortened(repr(pattern))}"
+            raise InputError(f"{where} is not a pattern ({error}); save the adapter again") from None
+        if found:
+            return value
+    return settings.get(default)

@@ -27,7 +27,7 @@ def parse_json(text: str | bytes, where: object) -> Any:
     except RecursionError:
         raise InputError(f"{where}: nested too deeply; {_GET_AGAIN}") from None
     except ValueError as error:  # malformed, not UTF-8, or a number of thousands of digits
-        raise InputError(f"{where}: cannot be read as JSON ({_short(str(error))}). Restore it from where it came.") from None
+        raise InputError(f"{where}: cannot be read as JSON ({shortened(str(error))}). Restore it from where it came.") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]], where: object) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]], where: object) -> dict[str
     if len(fields) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise InputError(f"{where}: the name {_short(ascii(twice))} is there twice; {_GET_AGAIN}")
+        raise InputError(f"{where}: the name {shortened(ascii(twice))} is there twice; {_GET_AGAIN}")
     return fields
 
 
@@ -73,11 +73,11 @@ def check_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise InputError(f"{path}: a damaged archive ({_short(str(error))}); {_GET_AGAIN}") from None
+        raise InputError(f"{path}: a damaged archive ({shortened(str(error))}); {_GET_AGAIN}") from None
     compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
     if compressed:
         raise InputError(
-            f"{path}: entry {_short(ascii(compressed[0]))} is compressed, which torch.save never does: it may be a zip bomb; "
+            f"{path}: entry {shortened(ascii(compressed[0]))} is compressed, which torch.save never does: it may be a zip bomb; "
             "load and save it again with torch, or convert it to safetensors"
         )
     if sum(entry.file_size for entry in entries) > path.stat().st_size:
@@ -97,14 +97,14 @@ def check_plain(path: Path, name: str, tensor: Tensor) -> None:
     elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         problem = f"claims shape {list(tensor.shape)}, but the file holds fewer numbers"
     if problem:
-        raise InputError(f"{path}: tensor {_short(ascii(name))} {problem}; save model.state_dict() of an ordinary model")
+        raise InputError(f"{path}: tensor {shortened(ascii(name))} {problem}; save model.state_dict() of an ordinary model")
 
 
 def check_names(path: Path, names: Iterable[str]) -> None:
     """Tensor names go into file headers and onto terminals: no control characters, lone surrogates or endless names."""
     for name in names:
         if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable() or name == "__metadata__":
-            raise InputError(f"{path}: {_short(ascii(name))} cannot be a tensor's name; {_GET_AGAIN}")
+            raise InputError(f"{path}: {shortened(ascii(name))} cannot be a tensor's name; {_GET_AGAIN}")
 
 
 def check_inside(folder: Path, paths: Iterable[Path]) -> None:
@@ -120,5 +120,6 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
             )
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
+    """What a stranger wrote, at a length that fits into a message."""
     return text if len(text) <= 200 else text[:200] + "..."
