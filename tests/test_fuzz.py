@@ -226,7 +226,8 @@ LORA = save(
 LORA_SETTINGS: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 LORA_KEYS = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "lora_bias", "bias",
-    "auto_mapping", "task_type", "init_lora_weights", "modules_to_save", "fan_in_fan_out", "base_model_name_or_path", "something_new",
+    "auto_mapping", "task_type", "init_lora_weights", "modules_to_save", "fan_in_fan_out",
+    "base_model_name_or_path", "something_new",
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ class LoraModule:
         r = self.stored[self._key("lora_A")].shape[0]
         alpha = self._setting("alpha_pattern", "lora_alpha")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < _LARGEST_ALPHA:
-            problem = f"lora_alpha of '{self.name}' is {shortened(repr(alpha))}, not a usable number"
+            problem = f"lora_alpha of '{self.name}' is {shortened(repr(alpha))}, not a number"
             raise InputError(f"{self.file.parent / CONFIG}: {problem}; save the adapter again")
         return alpha / (math.sqrt(r) if self.settings.get("use_rslora") else r)
 

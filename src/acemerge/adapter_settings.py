@@ -51,7 +51,7 @@ def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
     initial = settings.get("init_lora_weights")
     if initial not in _LEAVES_THE_BASE:
         raise InputError(
-            f"{path}: init_lora_weights={shortened(repr(initial))} may have moved a part of the base's weights into the adapter, so "
+            f"{path}: init_lora_weights={shortened(repr(initial))} may have moved a part of the base into the adapter, so "
             "it is a change of another base; save it with path_initial_model_for_weight_conversion to turn it into plain LoRA"
         )
     if settings.get("lora_bias") and settings.get("bias", "none") != "none":
