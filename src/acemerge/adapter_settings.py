@@ -58,7 +58,7 @@ def _refuse_other_variants(settings: Mapping[str, Any], path: Path) -> None:
         raise InputError(f"{path}: lora_bias together with bias={shortened(repr(settings['bias']))} is not supported. {EXPAND}")
     strange = [name for name, value in settings.items() if name not in _UNDERSTOOD and value not in (None, False, [], {}, "")]
     if strange:
-        raise InputError(f"{path / CONFIG}: {shortened(repr({strange[0]: settings[strange[0]]}))} is not supported. {EXPAND}")
+        raise InputError(f"{path / CONFIG}: {shortened(f'{strange[0]}={settings[strange[0]]!r}')} is not supported. {EXPAND}")
 
 
 def _check_types(settings: Mapping[str, Any], path: Path) -> None:
