@@ -13,8 +13,11 @@ import torch
 
 import acemerge
 import model_zoo as zoo
+from acemerge.checkpoint import from_state_dict
 from acemerge.methods.ace import AceOptions
 from acemerge.pipeline import MergeResult
+from acemerge.planner import build_plan
+from acemerge.recipe import make_recipe
 from model_zoo import (
     Models,
     Tensors,
@@ -524,3 +527,15 @@ def test_layer_norms_of_older_berts_are_named_gamma_and_beta(
     merge(Models(base, built.models.experts), tmp_path / "out", method)
     assert_equal_tensors(read_tensors(tmp_path / "out"), older(read_tensors(built.merge(method).output)))
     load_whole("BertForMaskedLM", tmp_path / "out")
+
+
+def test_tables_of_attention_biases_are_no_linear_maps() -> None:
+    """Swin's and TinyViT's: two-dimensional, but a number for each head and distance."""
+    names = ("blocks.0.attn.relative_position_bias_table", "blocks.0.attn.attention_biases", "blocks.0.mlp.fc1.weight")
+    base = {name: torch.zeros(4, 6) for name in names}
+    experts = [{name: torch.full((4, 6), float(i)) * torch.arange(6) for name in names} for i in (1, 3)]
+    recipe = make_recipe({"base": "base", "experts": ["a", "b"]})
+    plan = build_plan(
+        recipe, from_state_dict(base, "base"), [from_state_dict(e, n) for e, n in zip(experts, "ab", strict=True)], {}
+    )
+    assert [tensor.action for tensor in plan.tensors] == ["averaged", "averaged", "merged"]

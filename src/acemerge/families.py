@@ -100,7 +100,14 @@ FAMILIES = (
     Family(
         "generic",
         "matrices merge; lookup tables, vectors and convolutions average",
-        averaged=("*embed*.weight", "*wte.weight", "*wpe.weight", "*embedding*"),
+        averaged=(
+            "*embed*.weight",
+            "*wte.weight",
+            "*wpe.weight",
+            "*embedding*",
+            "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
+            "*attention_biases",
+        ),
     ),
 )
 
