@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from acemerge import __version__
+from acemerge.arguments import recipe_from
 from acemerge.bench.command import bench_app, demo_command
-from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
+from acemerge.diagnosis.command import diagnose_command
+from acemerge.errors import AcemergeError, MergeError, PreflightError
 from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
-from acemerge.recipe import Recipe, make_recipe, read_recipe
 
 if TYPE_CHECKING:
     from acemerge.pipeline import MergeResult
@@ -36,6 +37,7 @@ app = typer.Typer(
 
 app.add_typer(bench_app)
 app.command("demo")(demo_command)
+app.command("diagnose")(diagnose_command)
 
 Models = Annotated[
     list[str],
@@ -159,7 +161,7 @@ def merge_command(
     flags = _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
     if allow_nonfinite:
         flags["allow_nonfinite"] = True
-    recipe, relative_to = _recipe(models, settings, flags)
+    recipe, relative_to = recipe_from(models, settings, flags)
     result = run_merge(
         recipe, output, relative_to=relative_to, device=device, threads=threads, resume=resume, overwrite=overwrite,
         offline=offline, verify=verify, force=force, quiet=quiet or as_json,
@@ -196,7 +198,7 @@ def plan_command(
     from acemerge.resources import check_resources
     from acemerge.staging import check_output
 
-    recipe, relative_to = _recipe(
+    recipe, relative_to = recipe_from(
         models, settings, _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
     )
     if output is not None:
@@ -276,50 +278,6 @@ def task_command(
 def _given(*values: str | int | None) -> dict[str, Any]:
     names = ("method", "preset", "orientation", "missing", "dtype", "save_as", "rank", "shard_size")
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
-
-
-def _recipe(models: list[str], settings: list[str], flags: dict[str, Any]) -> tuple[Recipe, Path]:
-    """The recipe that the arguments describe, and the folder its paths are relative to. Flags override a file's fields."""
-    options = _parse_settings(settings)
-    if len(models) == 1 and models[0].endswith((".yaml", ".yml")):
-        path = Path(models[0])
-        fields, origin = read_recipe(path), models[0]
-        if not isinstance(fields.get("options") or {}, dict):
-            raise InputError(f"{origin}: options: write them as a mapping of names to values")
-        relative_to = path.parent
-        # The file's options belong to its method.
-        same_method = flags.get("method") in (None, fields.get("method", "ace"))
-        options = {**(fields.get("options") or {}), **options} if same_method else options
-    elif len(models) == 1:
-        raise InputError(f"{models[0]}: give a base and at least one expert, or one recipe file that ends in .yaml")
-    else:
-        fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, "command line", Path()
-    for name in options:
-        if name in ("orientation", "preset", "dtype", "missing"):
-            raise InputError(f"-s {name}: not an option of a method; use --{name}")
-    return make_recipe({**fields, **flags, "options": options}, origin), relative_to
-
-
-def _parse_settings(settings: list[str]) -> dict[str, Any]:
-    options = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise InputError(f"-s {setting}: write it as KEY=VALUE, such as epsilon=1e-5")
-        options[name.strip()] = _parse_value(value.strip())
-    return options
-
-
-def _parse_value(text: str) -> bool | int | float | str:
-    """true, false, a decimal number, or text."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 def _print_json(content: Any) -> None:

@@ -28,13 +28,14 @@ class _PatientConsole(Console):
         raise SystemExit(0)
 
 
-def _console() -> Console:
+def new_console() -> Console:
     """As wide as the terminal; in a pipe, as wide as the content needs, so that nothing is cut. `[in, out]` is no markup."""
     console = _PatientConsole(highlight=False, markup=False, soft_wrap=False)
     return console if console.is_terminal else _PatientConsole(highlight=False, markup=False, width=200)
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """With these headings, some of them flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -43,7 +44,7 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def print_plan(plan: Plan) -> None:
     """Every tensor's fate, then the totals."""
-    table = _table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
+    table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
     for tensor in plan.tensors:
         shape = "x".join(map(str, tensor.header.shape)) or "scalar"
         core = f", in a core of rank {tensor.rank}" if tensor.core else ""
@@ -51,7 +52,7 @@ def print_plan(plan: Plan) -> None:
         table.add_row(tensor.name, shape, tensor.output_dtype, tensor.action, why)
     for name, original in plan.omitted.items():
         table.add_row(name, "", "", "tied", f"stored once, as {original}")
-    console = _console()
+    console = new_console()
     console.print(table)
     _print_summary(plan, console)
     most, besides = ("at most ", ", shared/ and tasks/") if plan.per_task_methods else ("", "")
@@ -91,10 +92,10 @@ def _routes(plan: Plan) -> str:
 
 def print_result(result: MergeResult, verbose: bool) -> None:
     """What was written and where; with `verbose`, how every merged tensor came out."""
-    console = _console()
+    console = new_console()
     if verbose:
         of_adapter = ("rank", "relative error") if result.plan.recipe.save_as == "adapter" else ()
-        table = _table(
+        table = new_table(
             "tensor",
             "fate",
             "gamma",
@@ -139,18 +140,18 @@ def _figure(record: Any, name: str) -> str:
 
 def list_methods(methods: Sequence[Method]) -> None:
     """One line each."""
-    table = _table("method", "what it does", "merges", "makes", "paper")
+    table = new_table("method", "what it does", "merges", "makes", "paper")
     for method in methods:
         makes = "a model per task" if method.per_task else "one model"
         table.add_row(method.name, method.summary.split("\n")[0], method.touches, makes, method.paper)
-    console = _console()
+    console = new_console()
     console.print(table)
     console.print("`acemerge methods NAME` describes one with its options.")
 
 
 def describe_method(method: Method) -> None:
     """What it does, its options, its paper."""
-    console = _console()
+    console = new_console()
     console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
     rest = "averaged" if method.rest == "average" else "kept at the base's value"
     merges = (
@@ -161,7 +162,7 @@ def describe_method(method: Method) -> None:
     console.print(f"It merges {merges}. Set an option with -s NAME=VALUE.")
     if method.per_task:
         console.print("It makes one model per task, not one merged model: `acemerge task OUT EXPERT -o DIR` makes an expert's.")
-    table = _table("option", "default", "allowed", "meaning")
+    table = new_table("option", "default", "allowed", "meaning")
     for option in method.describe_options():
         table.add_row(option.name, str(option.default), option.allowed, option.meaning)
     console.print(table)

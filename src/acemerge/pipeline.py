@@ -78,9 +78,9 @@ def run_merge(
     plan = make_plan(recipe, sources)
     if not force and (problems := check_resources(output, plan, device)):
         raise PreflightError(problems)
-    where = _torch_device(device)
+    where = torch_device(device)
     with (
-        _compute_threads(threads),
+        compute_threads(threads),
         hashing_inputs(plan, verify=verify) as hashes,
         staged_output(output, plan.digest, resume=resume, overwrite=overwrite, inputs=hashes) as staging,
     ):
@@ -144,7 +144,8 @@ def _unique_names(sources: Sequence[Source], given: Sequence[str | None]) -> tup
     return tuple(names)
 
 
-def _torch_device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """The device of that name, if it can be used here."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
@@ -155,7 +156,7 @@ def _torch_device(name: str) -> torch.device:
 
 
 @contextmanager
-def _compute_threads(threads: int | None) -> Iterator[None]:
+def compute_threads(threads: int | None) -> Iterator[None]:
     """Limit torch's and the BLAS libraries' threads alike, so that they do not fight for cores."""
     if threads is None:
         yield

@@ -1,0 +1,78 @@
+"""The merges that a diagnosis compares: a method and its options, written as `ace` or `ace:epsilon=1e-3,alpha=0.5`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acemerge.arguments import parse_settings
+from acemerge.errors import InputError, MergeError
+from acemerge.frame import Frame
+from acemerge.methods import Merged, get_method
+from acemerge.pipeline import Sources, make_plan
+from acemerge.plan import Plan, PlannedTensor
+from acemerge.progress import Progress
+from acemerge.recipe import Recipe
+from acemerge.statistics import Gathered, gather_statistics
+from acemerge.task_vectors import tensor_context
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One merge, planned: what it would do to each tensor, by the tensor's name."""
+
+    label: str
+    plan: Plan
+    tensors: dict[str, PlannedTensor]
+    statistics: Gathered
+
+    def merge(self, name: str, task_vectors: Tensor, frame: Frame | None) -> Merged:
+        """The merged change of one tensor, in the coordinates of the task vectors."""
+        own = self.tensors[name]
+        if own.method is None or own.options is None:
+            return Merged(torch.zeros_like(task_vectors[0]))
+        context = tensor_context(self.plan, own, frame, self.statistics.get((own.method, own.options)))
+        try:
+            return get_method(own.method)(task_vectors, own.options, context)
+        except ArithmeticError as error:
+            raise MergeError(f"-m {self.label}: tensor '{name}': {error}") from None
+
+
+def common_core(planned: PlannedTensor, candidates: Sequence[Candidate]) -> PlannedTensor:
+    """The tensor in the adapters' core if every candidate merges it there; as a whole matrix otherwise."""
+    own = [candidate.tensors[planned.name] for candidate in candidates]
+    shared = all(tensor.core == planned.core for tensor in own if tensor.method)
+    return planned if shared else replace(planned, core=None, rank=0)
+
+
+def plan_candidates(
+    texts: Sequence[str], recipe: Recipe, sources: Sources, device: torch.device, progress: Progress
+) -> list[Candidate]:
+    """Plan each of them; every mistake is told before anything is read."""
+    wanted = [(text, *parse_candidate(text)) for text in dict.fromkeys(texts)]
+    planned = []
+    for text, method, options in wanted:
+        if get_method(method).per_task:
+            raise InputError(f"-m {text}: makes one model per task, so there is no one merge to compare; see `acemerge methods`")
+        planned.append((text, make_plan(recipe.model_copy(update={"method": method, "options": options}), sources)))
+    return [
+        Candidate(text, plan, {tensor.name: tensor for tensor in plan.tensors}, gather_statistics(plan, device, progress))
+        for text, plan in planned
+    ]
+
+
+def parse_candidate(text: str) -> tuple[str, dict[str, Any]]:
+    """The method and the options given.
+
+    >>> parse_candidate("ace:epsilon=1e-3,refine=false")
+    ('ace', {'epsilon': 0.001, 'refine': False})
+    """
+    name, _, settings = text.partition(":")
+    options = parse_settings([setting for setting in settings.split(",") if setting], f"-m {name}:")
+    method = get_method(name.strip())
+    method.options(options)
+    return method.name, options

@@ -1,0 +1,84 @@
+"""`acemerge diagnose`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acemerge.diagnosis import DEFAULT_CANDIDATES
+
+
+def diagnose_command(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BASE EXPERT...", help="The base and its fine-tunes, as for `acemerge merge`; or one recipe.yaml."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write a report, report.html.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write every figure as .svg and .png into this folder.")
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-m",
+            "--method",
+            metavar="METHOD[:KEY=VALUE,...]",
+            help=f"A merge to forecast, such as ace:epsilon=1e-3; repeatable. By default {', '.join(DEFAULT_CANDIDATES)}.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Forecasts and spectra from the first, middle and last layer only.")
+    ] = False,
+    preset: Annotated[str | None, typer.Option(help="Which tensors merge; by default from the base's config.")] = None,
+    orientation: Annotated[str | None, typer.Option(help="canonical, or stored.")] = None,
+    missing: Annotated[str | None, typer.Option(help="A tensor that some experts lack: 'error' or 'skip'.")] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every measurement as JSON on standard output.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,  # noqa: ARG001
+) -> None:
+    """Look at experts before merging: are they mergeable, where do they disagree, which method would lose least?
+
+    [bold]acemerge diagnose base math code -o report.html[/]                     a page with figures and every tensor
+
+    [bold]acemerge diagnose base math code -m ace -m ace:epsilon=1e-3[/]         forecasts for settings of your own
+
+    From the weights alone, one tensor at a time; nothing is merged or written but the report. It takes about as long as a merge
+    by each of the methods; --quick is for large models.
+    """
+    from acemerge.arguments import recipe_from
+    from acemerge.diagnosis.display import print_diagnosis
+    from acemerge.diagnosis.measure import measure, planned_work
+    from acemerge.pipeline import compute_threads, find_sources, torch_device
+    from acemerge.progress import show_progress
+    from acemerge.report.figure import check_installed
+    from acemerge.report.page import save_figures, write_report
+
+    if output or figures:
+        check_installed()
+    flags = {"preset": preset, "orientation": orientation, "missing": missing}
+    recipe, relative_to = recipe_from(models, [], {name: value for name, value in flags.items() if value is not None})
+    sources = find_sources(recipe, relative_to, offline)
+    where = torch_device(device)
+    with compute_threads(threads), show_progress(planned_work(recipe, sources), quiet=quiet or as_json) as progress:
+        found = measure(recipe, sources, progress, candidates=methods or DEFAULT_CANDIDATES, device=where, quick=quick)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        print_diagnosis(found)
+    if output or figures:
+        from acemerge.diagnosis.report import diagnosis_page
+
+        page = diagnosis_page(found)
+        written = [*([write_report(page, output)] if output else []), *(save_figures(page, figures)[:1] if figures else [])]
+        if not as_json:
+            print("wrote " + ", ".join(str(path if path == output else path.parent) for path in written))

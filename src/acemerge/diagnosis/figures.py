@@ -1,0 +1,285 @@
+"""The figures of a diagnosis: the paper's analyses, and what users ask beyond them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from acemerge.diagnosis.entries import BINS, REACH
+from acemerge.diagnosis.layer_names import kinds_in_order
+from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
+from acemerge.diagnosis.spectra import Spectrum
+from acemerge.diagnosis.summary import Matrix, Summary, pairs
+from acemerge.report.charts import HeatMap, Line, Panel, heat_map, lines
+from acemerge.report.figure import Figure
+
+_MOST_PANELS = 8
+
+
+def figures(diagnosis: Diagnosis) -> list[Figure]:
+    """Those for which there is something to show."""
+    summary = Summary(diagnosis)
+    return [figure for make in _FIGURES for figure in make(summary)]
+
+
+def by_depth(tensors: Iterable[TensorDiagnosis], value: Callable[[TensorDiagnosis], float | None]) -> dict[str, Line]:
+    """A line for each kind of layer: the mean of the value at each depth."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for tensor in tensors:
+        measured = value(tensor)
+        if measured is not None and tensor.depth is not None:
+            found.setdefault(tensor.kind, {}).setdefault(tensor.depth, []).append(measured)
+    return {kind: _line(found[kind]) for kind in kinds_in_order(found)}
+
+
+def _line(by_place: dict[int, list[float]]) -> Line:
+    places = sorted(by_place)
+    return Line(places, [statistics.fmean(by_place[place]) for place in places], "o")
+
+
+def heterogeneity_figure(drawn: dict[str, Line], tau: float) -> Figure:
+    """The paper's figure of gamma; also for the report of a merge."""
+    ranges = "; ".join(f"{kind} {min(line.y):.2f} to {max(line.y):.2f}" for kind, line in drawn.items())
+    panel = Panel(drawn, x_label="layer", y_label="gamma", thresholds={f"tau = {tau:g}": tau}, whole_x=True)
+    return Figure(
+        "heterogeneity",
+        "How unequal the experts are",
+        f"Heterogeneity gamma of the experts' energies, by layer and kind of matrix. Above tau = {tau:g} ACE normalises the "
+        f"experts' "
+        "covariances and refines the spectrum; below it keeps their own strength.",
+        f"Lines of gamma over layers, against tau {tau:g}: {ranges}.",
+        partial(lines, [panel]),
+    )
+
+
+def _heterogeneity(summary: Summary) -> Iterator[Figure]:
+    drawn = by_depth(summary.diagnosis.matrices, lambda tensor: tensor.gamma)
+    if drawn:
+        yield heterogeneity_figure(drawn, summary.diagnosis.ace["tau"])
+
+
+def _forecasts(summary: Summary) -> Iterator[Figure]:
+    diagnosis, ranked = summary.diagnosis, list(summary.forecasts)
+    if not ranked:
+        return
+    values = [[summary.interference(candidate, t) for t in summary.tasks] for candidate in ranked]
+    chart = HeatMap(values, ranked, diagnosis.experts, 0.0, 1.5, "RdYlGn_r")
+    listing = "; ".join(f"{candidate} {mean:.2f}" for candidate, mean in summary.forecasts.items())
+    yield Figure(
+        "forecast",
+        "Predicted interference of each method with each expert",
+        "ACE's layer objective under the covariances that the weights reveal, over what leaving the base costs. 0: on this "
+        "expert's "
+        "inputs the merged layer does what the expert does. 1: what the base does. Above 1: other experts outweigh it. Means "
+        "over "
+        f"matrices. All experts together, strong ones counting for more: {listing}.",
+        f"A table of methods by experts. All experts together: {listing}.",
+        partial(heat_map, chart),
+    )
+    layers = {c: _by_layer(diagnosis, partial(summary.objective, c)) for c in ranked}
+    if any(len(line.x) > 1 for line in layers.values()):
+        panel = Panel(layers, x_label="layer", y_label="predicted interference", thresholds={"as the base": 1.0}, whole_x=True)
+        yield Figure(
+            "forecast-by-layer",
+            "Where methods would interfere",
+            "The same by layer, all experts together.",
+            "Lines of predicted interference over layers: "
+            + "; ".join(f"{c} {min(line.y):.2f} to {max(line.y):.2f}" for c, line in layers.items() if line.y) + ".",
+            partial(lines, [panel]),
+        )  # fmt: skip
+
+
+def _by_layer(diagnosis: Diagnosis, value: Callable[[Sequence[TensorDiagnosis]], float | None]) -> Line:
+    layers: dict[int, list[TensorDiagnosis]] = {}
+    for tensor in diagnosis.matrices:
+        if tensor.depth is not None:
+            layers.setdefault(tensor.depth, []).append(tensor)
+    measured = {depth: value(tensors) for depth, tensors in sorted(layers.items())}
+    return Line([d for d, v in measured.items() if v is not None], [v for v in measured.values() if v is not None], "o")
+
+
+def _changes(summary: Summary) -> Iterator[Figure]:
+    """Energies per expert and layer, relative to the base."""
+    diagnosis = summary.diagnosis
+    layers = sorted({tensor.depth for tensor in diagnosis.tensors if tensor.depth is not None})
+    if not layers:
+        return
+    places: list[int | None] = [*([None] if any(t.depth is None for t in diagnosis.tensors) else []), *layers]
+    values = [[_relative_change(diagnosis, expert, place) for place in places] for expert in summary.tasks]
+    positive = [value for row in values for value in row if value]
+    if not positive:
+        return
+    names = ["-" if place is None else str(place) for place in places]
+    chart = HeatMap(
+        values, diagnosis.experts, names, min(positive), max(positive), "magma_r", x_label="layer (-: outside of layers)",
+        logarithmic=max(positive) > 1.01 * min(positive), decimals=3,
+    )  # fmt: skip
+    listing = "; ".join(f"{n} {c:.2%}" for n, c in zip(diagnosis.experts, summary.relative_changes, strict=True))
+    yield Figure(
+        "changes",
+        "Which layers each expert changed",
+        "|W_t - W0| / |W0| over all tensors of a layer, those included that a merge keeps at the base. White: not changed.",
+        f"A table of experts by layers. Over all merged matrices: {listing}.",
+        partial(heat_map, chart),
+    )
+
+
+def _relative_change(diagnosis: Diagnosis, expert: int, place: int | None) -> float | None:
+    own = [tensor for tensor in diagnosis.tensors if tensor.depth == place and expert in tensor.experts]
+    base = math.fsum(tensor.entries.base_energy for tensor in own)
+    energy = math.fsum(tensor.entries.energies[tensor.experts.index(expert)] for tensor in own)
+    return math.sqrt(energy / base) if base and energy else None
+
+
+def _similarities(summary: Summary) -> Iterator[Figure]:
+    if len(summary.diagnosis.experts) < 2:
+        return
+    yield from _similarity(
+        summary, summary.cosines, "cosines", "Do experts change the same things?",
+        "Cosine between the experts' changes over all merged matrices. 1: the same change; 0: unrelated; below 0: opposed.",
+        (-1.0, 1.0), "RdBu_r",
+    )  # fmt: skip
+    yield from _similarity(
+        summary, summary.sign_conflicts, "sign-conflicts", "Where two experts changed a weight, how often did they disagree?",
+        "The share of opposite signs among the weights that both changed. Half is what unrelated experts have.",
+        (0.0, 1.0), "RdBu_r",
+    )  # fmt: skip
+    chance = summary.chance_overlap
+    if chance is not None:
+        yield from _similarity(
+            summary, summary.overlaps, "overlap", "Do experts read the same inputs?",
+            "How much of one expert's leading 5% of input directions lies within another's, the mean over matrices. Unrelated "
+            "experts "
+            f"would have {chance:.2f}.",
+            (0.0, 1.0), "viridis",
+        )  # fmt: skip
+
+
+def _similarity(
+    summary: Summary, matrix: Matrix, name: str, title: str, caption: str, extent: tuple[float, float], colours: str
+) -> Iterator[Figure]:
+    ranked = pairs(matrix)
+    if not ranked:
+        return
+    experts = summary.diagnosis.experts
+    (low, a, b), (high, c, d) = ranked[0], ranked[-1]
+    told = f"From {low:.2f} ({experts[a]} and {experts[b]}) to {high:.2f} ({experts[c]} and {experts[d]})."
+    without_self = [[None if s == t else value for t, value in enumerate(row)] for s, row in enumerate(matrix)]
+    chart = HeatMap(without_self, experts, experts, *extent, colours)
+    yield Figure(name, title, caption, f"A table of experts by experts. {told}", partial(heat_map, chart))
+
+
+def _distributions(summary: Summary) -> Iterator[Figure]:
+    """The paper's histograms (assumption A3)."""
+    diagnosis = summary.diagnosis
+    kinds = kinds_in_order(tensor.kind for tensor in diagnosis.matrices)[:_MOST_PANELS]
+    centres = [-REACH + (i + 0.5) * 2 * REACH / BINS for i in range(BINS)]
+    normal = Line(centres, [math.exp(-(x**2) / 2) / math.sqrt(2 * math.pi) for x in centres])
+    panels = []
+    for kind in kinds:
+        tensors = [tensor for tensor in diagnosis.matrices if tensor.kind == kind]
+        drawn = {}
+        for t, expert in enumerate(diagnosis.experts):
+            own = [tensor.entries.histogram[tensor.experts.index(t)] for tensor in tensors if t in tensor.experts]
+            counts = [sum(column) for column in zip(*own, strict=True)]
+            if sum(counts):
+                drawn[expert] = Line(centres, [count / sum(counts) * BINS / (2 * REACH) for count in counts])
+        panels.append(Panel(drawn, title=kind, reference=normal))
+    means = [abs(m) / d for x in diagnosis.matrices for m, d in zip(x.entries.mean, x.entries.deviation, strict=True) if d]
+    distances = [d for x in diagnosis.matrices for d in x.entries.normal_distance if d is not None]
+    if not means:
+        return
+    told = (
+        f"The mean is {statistics.median(means):.3f} standard deviations from zero in the median tensor, {max(means):.3f} at "
+        f"most. "
+        f"The distance from the normal distribution function is {statistics.median(distances):.3f} in the median, "
+        f"{max(distances):.3f} at most."
+    )
+    yield Figure(
+        "distributions",
+        "Are changes centred at zero, and normal?",
+        f"Entries of the experts' changes in standard deviations of their tensor, by kind of matrix; dashed: the normal curve. "
+        f"{told}",
+        told,
+        partial(lines, panels),
+    )
+
+
+def _spectra(summary: Summary) -> Iterator[Figure]:
+    """The paper's figure of spectral refinement."""
+    measured = [tensor for tensor in summary.diagnosis.matrices if tensor.spectra]
+    shown = [_middle([tensor for tensor in measured if tensor.kind == kind]) for kind in kinds_in_order(x.kind for x in measured)]
+    panels = []
+    for tensor in shown[:_MOST_PANELS]:
+        assert tensor.spectra is not None
+        drawn = {"P, before refinement": _curve(tensor.spectra.plain), "M, after": _curve(tensor.spectra.merged)}
+        if not tensor.heterogeneous:
+            drawn = {"P = M (not refined)": _curve(tensor.spectra.plain)}
+        title = tensor.kind if tensor.depth is None else f"{tensor.kind}, layer {tensor.depth}"
+        panels.append(Panel(drawn, title=title, x_label="share of directions", logarithmic=True))
+    if not panels:
+        return
+    refined = [tensor.spectra for tensor in measured if tensor.heterogeneous and tensor.spectra]
+    plain = _range(tensor.spectra.plain.leading_energy for tensor in measured if tensor.spectra)
+    told = f"The top 5% of singular values hold {plain} of P's energy. "
+    if refined:
+        told += (
+            f"In refined matrices {_range(s.plain.leading_energy for s in refined)} of P's and "
+            f"{_range(s.merged.leading_energy for s in refined)} of M's; the first singular vectors of P and M have a cosine of "
+            f"{_range((s.leading_cosine for s in refined), '.3f')}."
+        )
+    yield Figure(
+        "spectra",
+        "What spectral refinement does",
+        f"Singular values of ACE's closed form P and of the final M, in the middle layer of each kind. {told}",
+        told,
+        partial(lines, panels),
+    )
+    drawn = by_depth(measured, lambda tensor: tensor.spectra.plain.leading_energy if tensor.spectra else None)
+    if any(len(line.x) > 1 for line in drawn.values()):
+        panel = Panel(drawn, x_label="layer", y_label="share of energy", whole_x=True)
+        yield Figure(
+            "concentration",
+            "How concentrated the closed form is",
+            "The share of P's energy in the top 5% of its singular values, by layer and kind.",
+            told,
+            partial(lines, [panel]),
+        )
+
+
+def _curve(spectrum: Spectrum) -> Line:
+    return Line(spectrum.share, spectrum.values)
+
+
+def _middle(tensors: Sequence[TensorDiagnosis]) -> TensorDiagnosis:
+    return sorted(tensors, key=lambda tensor: tensor.depth or 0)[len(tensors) // 2]
+
+
+def _range(values: Iterable[float], form: str = ".0%") -> str:
+    found = sorted(values)
+    low, high = format(found[0], form), format(found[-1], form)
+    return low if low == high else f"{low} to {high}"
+
+
+def _ridge(summary: Summary) -> Iterator[Figure]:
+    drawn = by_depth(summary.diagnosis.matrices, lambda tensor: tensor.ridge_share)
+    if drawn:
+        epsilon = summary.diagnosis.ace["epsilon"]
+        panel = Panel(drawn, x_label="layer", y_label="ridge share", whole_x=True)
+        yield Figure(
+            "regulariser",
+            "How much of ACE's system is its regulariser",
+            f"The ridge's part of the trace of the system that ACE solves, at epsilon = {epsilon:g}. Near 0 the experts' "
+            f"covariances "
+            "decide; near 1 the merge is close to averaging.",
+            "Lines of the regulariser's share over layers: "
+            + "; ".join(f"{kind} {min(line.y):.3f} to {max(line.y):.3f}" for kind, line in drawn.items()) + ".",
+            partial(lines, [panel]),
+        )  # fmt: skip
+
+
+_FIGURES: tuple[Callable[[Summary], Iterator[Figure]], ...] = (
+    _heterogeneity, _forecasts, _changes, _similarities, _ridge, _spectra, _distributions
+)  # fmt: skip

@@ -1,0 +1,217 @@
+"""What the numbers mean, in words, and what to do about it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from acemerge.diagnosis.measure import Diagnosis
+from acemerge.diagnosis.summary import Summary, pairs
+from acemerge.report.page import Finding, Level
+from acemerge.task_vectors import LARGE_MERGE
+
+RELATED = 0.5
+"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
+FAR = 0.3
+"""A change longer than this share of the base itself is no small fine-tune."""
+DUPLICATE, OPPOSED = 0.99, -0.2
+STRONG = 10.0
+"""Times the median energy: an expert that overrules the others where nothing is normalised."""
+RIDGE_DOMINATES, CENTRED_AWAY, KEPT_CHANGE, LOW_RANK = 0.5, 0.3, 0.1, 0.999
+
+
+def findings(diagnosis: Diagnosis) -> list[Finding]:
+    """All of them, the gravest first."""
+    summary = Summary(diagnosis)
+    found = [finding for look in _LOOKS for finding in look(summary)]
+    return sorted(found, key=lambda finding: ("stop", "caution", "good").index(finding.level))
+
+
+def verdict(found: list[Finding]) -> tuple[Level, str]:
+    """The whole in one sentence."""
+    levels = [finding.level for finding in found]
+    if "stop" in levels:
+        return "stop", "Do not merge these as they are."
+    cautions = levels.count("caution")
+    if cautions:
+        return (
+            "caution",
+            f"These can be merged; {cautions} {'thing deserves' if cautions == 1 else 'things deserve'} a look first.",
+        )
+    return "good", "These experts look mergeable."
+
+
+def _origin(summary: Summary) -> Iterator[Finding]:
+    """Whether the experts are fine-tunes of the base at all."""
+    names, changes = summary.diagnosis.experts, summary.relative_changes
+    for name, cosine, change, energy in zip(names, summary.base_cosines, changes, summary.energies, strict=True):
+        if energy == 0:
+            yield Finding(
+                "caution",
+                f"Expert '{name}' has not changed a single matrix.",
+                "Leave it out: it adds nothing, and averaging would dilute the others with it.",
+            )
+        elif cosine is not None and cosine < RELATED:
+            yield Finding(
+                "stop",
+                f"Expert '{name}' is not a fine-tune of this base: the median cosine of its matrices with the base's is "
+                f"{cosine:.2f}, "
+                "where a fine-tune's is near 1.",
+                "Give the base that it was trained from. Models of different origin cannot be merged weight by weight.",
+            )
+        elif change > FAR:
+            yield Finding(
+                "caution",
+                f"Expert '{name}' moved far from the base: its change is {change:.0%} of the base's own length.",
+                "Make sure that this is its base. After long training merged models lose more; evaluate with care.",
+            )
+
+
+def _pairs_of_experts(summary: Summary) -> Iterator[Finding]:
+    names = summary.diagnosis.experts
+    ranked = pairs(summary.cosines)
+    for cosine, s, t in ranked:
+        if cosine > DUPLICATE:
+            yield Finding(
+                "caution",
+                f"Experts '{names[s]}' and '{names[t]}' made nearly the same change (cosine {cosine:.3f}).",
+                "Keep one of them: twice the same expert counts double.",
+            )
+        elif cosine < OPPOSED:
+            yield Finding(
+                "caution",
+                f"Experts '{names[s]}' and '{names[t]}' pull in opposite directions (cosine {cosine:.2f}).",
+                "No single model can follow both; check the forecast for these two, or leave one out.",
+            )
+    if ranked and ranked[0][0] >= OPPOSED and ranked[-1][0] <= DUPLICATE:
+        low, high = ranked[0], ranked[-1]
+        yield Finding(
+            "good",
+            f"Experts changed different things: cosines between their changes are {low[0]:.2f} to {high[0]:.2f} "
+            f"(most alike: '{names[high[1]]}' and '{names[high[2]]}').",
+        )
+
+
+def _strength(summary: Summary) -> Iterator[Finding]:
+    """Experts of unequal strength, and what ACE makes of that."""
+    diagnosis = summary.diagnosis
+    active = [(energy, name) for energy, name in zip(summary.energies, diagnosis.experts, strict=True) if energy > 0]
+    if len(active) > 1:
+        middle = statistics.median(energy for energy, _ in active)
+        for energy, name in active:
+            if energy > STRONG * middle:
+                yield Finding(
+                    "caution",
+                    f"Expert '{name}' changed {energy / middle:.0f} times as much (in energy) as the middle one.",
+                    "Averaging and task arithmetic will follow it. ACE normalises such layers where gamma > tau; see the first "
+                    "figure.",
+                )
+    judged = [tensor for tensor in diagnosis.matrices if tensor.gamma is not None]
+    if judged:
+        count, tau = sum(tensor.heterogeneous for tensor in judged), diagnosis.ace["tau"]
+        yield Finding(
+            "good",
+            f"{count} of {len(judged)} matrices are heterogeneous (gamma above tau = {tau:g}): there ACE weighs experts equally "
+            f"and "
+            "refines the spectrum. In the others it keeps their own strength.",
+        )
+
+
+def _regularisation(summary: Summary) -> Iterator[Finding]:
+    matrices = [tensor for tensor in summary.diagnosis.matrices if tensor.ridge_share is not None]
+    heavy = [tensor for tensor in matrices if (tensor.ridge_share or 0) > RIDGE_DOMINATES]
+    if heavy:
+        yield Finding(
+            "caution",
+            f"In {len(heavy)} of {len(matrices)} matrices the regulariser outweighs the experts' covariances "
+            f"(epsilon {summary.diagnosis.ace['epsilon']:g} against changes this small), so ACE is close to averaging there.",
+            f"Try a smaller epsilon, and compare: -m ace -m ace:epsilon={summary.diagnosis.ace['epsilon'] / 100:g}",
+        )
+
+
+def _centring(summary: Summary) -> Iterator[Finding]:
+    """The zero-mean assumption A3: ACE removes column means and does not put them back."""
+    for name, share in zip(summary.diagnosis.experts, summary.mean_shares, strict=True):
+        if share is not None and share > CENTRED_AWAY:
+            yield Finding(
+                "caution",
+                f"{share:.0%} of the change of expert '{name}' lies in column means, which ACE takes for noise and removes.",
+                "The assumption of zero means does not hold for it; compare with the method actmat, which does not centre.",
+            )
+
+
+def _kept(summary: Summary) -> Iterator[Finding]:
+    """What experts changed and the preset leaves at the base."""
+    diagnosis = summary.diagnosis
+    for t, name in enumerate(diagnosis.experts):
+        kept = [x for x in diagnosis.tensors if x.fate == "kept" and t in x.experts]
+        changed = [
+            x.name for x in kept if x.entries.energies[x.experts.index(t)] > KEPT_CHANGE**2 * max(x.entries.base_energy, 1e-30)
+        ]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            yield Finding(
+                "caution",
+                f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}, and the preset '{diagnosis.preset}' "
+                f"keeps the "
+                "base's values.",
+                "If the expert depends on it, add a recipe rule {match: PATTERN, do: average}, or merge.",
+            )
+
+
+def _ranks(summary: Summary) -> Iterator[Finding]:
+    """Low-rank changes: LoRA fine-tunes, whether given as adapters or merged into full models."""
+    found = zip(summary.diagnosis.experts, summary.leading_energies, strict=True)
+    low = [name for name, share in found if share is not None and share > LOW_RANK]
+    if low:
+        yield Finding(
+            "caution",
+            f"The changes of {_names(low)} are carried by very few directions, as LoRA's are.",
+            "On such experts ACE can overshoot; compare -m ace with -m ace:alpha=0.3 and -m task_arithmetic.",
+        )
+
+
+def _forecast(summary: Summary) -> Iterator[Finding]:
+    forecasts, diagnosis = summary.forecasts, summary.diagnosis
+    for candidate in forecasts:
+        ratios = [x.forecasts[candidate].norm_ratio for x in diagnosis.matrices if candidate in x.forecasts]
+        large = sum(ratio > LARGE_MERGE for ratio in ratios)
+        if large > len(ratios) / 2:
+            yield Finding(
+                "caution",
+                f"With {candidate}, the merged change is over {LARGE_MERGE:g} times the longest task vector in {large} of "
+                f"{len(ratios)} "
+                f"matrices (median {statistics.median(ratios):.1f}).",
+                "Evaluate a smaller alpha as well.",
+            )
+    if len(forecasts) > 1:
+        (best, lowest), *others = forecasts.items()
+        listing = ", ".join(f"{name} {value:.2f}" for name, value in others)
+        yield Finding(
+            "good",
+            f"Least predicted interference: {best} ({lowest:.2f}; then {listing}; 0 does what each expert does, 1 what the base "
+            f"does). "
+            "This is ACE's own objective under covariances guessed from weights: a reason to try a method first, not a test "
+            "result.",
+        )
+    if forecasts:
+        best = next(iter(forecasts))
+        losses = [(value, diagnosis.experts[t]) for t in summary.tasks if (value := summary.interference(best, t)) is not None]
+        value, name = max(losses)
+        if value > 1 and len(losses) > 1:
+            yield Finding(
+                "caution",
+                f"Expert '{name}' may be overruled: on its own inputs, {best} lets other experts' changes outweigh its own "
+                f"({value:.1f} times what leaving the base as it is would cost it).",
+                "Evaluate its task first. It can still do well where the base already does.",
+            )
+
+
+_LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
+    _origin, _pairs_of_experts, _strength, _regularisation, _centring, _kept, _ranks, _forecast
+)  # fmt: skip
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:4])
+    return f"{shown} and {len(names) - 4} more experts" if len(names) > 4 else f"expert {shown}" if len(names) == 1 else shown

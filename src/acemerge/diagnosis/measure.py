@@ -1,0 +1,221 @@
+"""The diagnosis: every tensor of every expert measured once, one tensor at a time, from the weights alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acemerge import __version__
+from acemerge.covariance import Experts
+from acemerge.diagnosis import DEFAULT_CANDIDATES
+from acemerge.diagnosis.candidates import Candidate, common_core, plan_candidates
+from acemerge.diagnosis.entries import Entries, read_entries
+from acemerge.diagnosis.interference import Objective
+from acemerge.diagnosis.layer_names import depths, kind_of
+from acemerge.diagnosis.spectra import Spectra, measure_spectra
+from acemerge.errors import MergeError
+from acemerge.families import align_names
+from acemerge.frame import Frame, standard_frame
+from acemerge.methods import get_method
+from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity
+from acemerge.pipeline import Sources, make_plan
+from acemerge.plan import Plan, PlannedTensor
+from acemerge.progress import Progress
+from acemerge.recipe import Recipe
+from acemerge.task_vectors import load_task_vectors, nonfinite_values, tensor_context
+
+
+@dataclass(frozen=True)
+class MergeForecast:
+    """What one candidate would do to one tensor."""
+
+    interference: list[float | None]
+    """For each expert of the tensor: 0 as the expert, 1 as the base, above 1 where other experts outweigh its own change."""
+    objective: float | None
+    """The same of all experts together, which strong ones dominate."""
+    norm_ratio: float
+    """|M| over the largest |D_t|."""
+
+
+@dataclass(frozen=True)
+class TensorDiagnosis:
+    """One tensor that at least one expert may have changed."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    depth: int | None
+    fate: str
+    """What `acemerge merge` would do with it: merged, averaged or kept."""
+    reason: str
+    experts: tuple[int, ...]
+    """Which experts have it: what lists below are in the order of."""
+    entries: Entries
+    gamma: float | None
+    """Heterogeneity of the experts' energies; None where no expert changed it."""
+    heterogeneous: bool = False
+    ridge_share: float | None = None
+    """The regulariser's part of the trace of ACE's system; of merged matrices."""
+    mean_share: list[float] = field(default_factory=list)
+    """Of merged matrices: the part of each expert's energy in its column means, which ACE's centring removes."""
+    forecasts: Mapping[str, MergeForecast] = field(default_factory=dict)
+    spectra: Spectra | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that was measured."""
+
+    base: str
+    experts: tuple[str, ...]
+    preset: str
+    model_type: str
+    ace: Mapping[str, Any]
+    """The options of ACE that gamma's threshold, ridge share and spectra refer to."""
+    candidates: tuple[str, ...]
+    notes: tuple[str, ...]
+    tensors: tuple[TensorDiagnosis, ...]
+    quick: bool
+
+    @cached_property
+    def matrices(self) -> list[TensorDiagnosis]:
+        """What ACE would merge."""
+        return [tensor for tensor in self.tensors if tensor.fate == "merged"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"acemerge": __version__, **asdict(self)}
+
+
+def measure(
+    recipe: Recipe,
+    sources: Sources,
+    progress: Progress,
+    *,
+    candidates: Sequence[str] = DEFAULT_CANDIDATES,
+    device: torch.device | None = None,
+    quick: bool = False,
+) -> Diagnosis:
+    """Measure the experts of a recipe. With `quick`, forecasts and spectra come from the first, middle and last layer only."""
+    where = device or torch.device("cpu")
+    as_ace = recipe if recipe.method == "ace" else recipe.model_copy(update={"method": "ace", "options": {}})
+    plan = make_plan(as_ace, sources)
+    everything = _plan_of_everything(plan, sources)
+    planned_candidates = plan_candidates(candidates, recipe, sources, where, progress)
+    looked_into = _sample(plan) if quick else {tensor.name for tensor in plan.tensors if tensor.action == "merged"}
+    place = depths(tensor.name for tensor in everything.tensors)
+    by_name = {tensor.name: tensor for tensor in plan.tensors}
+    found = []
+    for wide in everything.tensors:
+        if wide.experts:
+            planned = by_name[wide.name]
+            tensor = _Measure(plan, planned, wide, place[wide.name], where)
+            found.append(tensor.take(planned_candidates if wide.name in looked_into else None))
+        progress.advance(wide)
+    return Diagnosis(
+        plan.base.name, tuple(e.name for e in plan.experts), plan.family.name, str(plan.base.config.get("model_type", "unknown")),
+        asdict(plan.options), tuple(c.label for c in planned_candidates), plan.notes, tuple(found), quick,
+    )  # fmt: skip
+
+
+def planned_work(recipe: Recipe, sources: Sources) -> Plan:
+    """What a diagnosis will read, for its progress bar."""
+    return _plan_of_everything(make_plan(recipe, sources), sources)
+
+
+def _plan_of_everything(plan: Plan, sources: Sources) -> Plan:
+    """A plan in which every weight that experts share with the base takes part, also those that the preset keeps."""
+    rules = [{"match": tensor.name, "do": "keep"} for tensor in plan.tensors if _has_other_shapes(plan, tensor)]
+    wide = plan.recipe.model_dump() | {"method": "average", "options": {}, "tensors": rules, "save_as": "model", "rank": None}
+    return make_plan(Recipe.model_validate(wide), sources)
+
+
+def _has_other_shapes(plan: Plan, tensor: PlannedTensor) -> bool:
+    """Whether an expert's version does not fit the base's, as with a larger vocabulary."""
+    return tensor.action == "kept" and any(
+        ours == tensor.name and expert.tensors[theirs].shape != tensor.header.shape
+        for expert in plan.experts
+        for theirs, ours in align_names(plan.base.tensors, expert.tensors).items()
+    )
+
+
+def _sample(plan: Plan) -> set[str]:
+    """The matrices of the first, the middle and the last layer, and those outside of layers."""
+    merged = [tensor.name for tensor in plan.tensors if tensor.action == "merged"]
+    place = depths(merged)
+    layers = sorted({depth for depth in place.values() if depth is not None})
+    chosen = {None, *(layers[i] for i in (0, len(layers) // 2, -1) if layers)}
+    return {name for name in merged if place[name] in chosen}
+
+
+class _Measure:
+    """One tensor at a time."""
+
+    def __init__(self, plan: Plan, planned: PlannedTensor, wide: PlannedTensor, depth: int | None, device: torch.device) -> None:
+        self.plan, self.planned, self.wide, self.depth, self.device = plan, planned, wide, depth, device
+
+    def take(self, candidates: Sequence[Candidate] | None) -> TensorDiagnosis:
+        """Everything about it; forecasts and spectra where there are candidates."""
+        planned, is_matrix = self.planned, self.planned.action == "merged"
+        chosen = common_core(planned, candidates or ()) if is_matrix else self.wide
+        task_vectors, frame = load_task_vectors(self.plan, chosen, self.device)
+        base = tensor_context(self.plan, chosen, frame).base
+        assert base is not None
+        entries = read_entries(task_vectors, frame, base)
+        if not all(map(math.isfinite, entries.energies)):
+            problem = nonfinite_values(self.plan, chosen) or "a weight change is not finite"
+            raise MergeError(f"tensor '{planned.name}': {problem}")
+        changed = [energy for energy in entries.energies if energy > 0]
+        gamma = heterogeneity(changed) if changed else None
+        options = self.plan.options
+        assert isinstance(options, AceOptions)
+        heterogeneous = gamma is not None and gamma > options.tau
+        ridge_share: float | None = None
+        mean_share: list[float] = []
+        if is_matrix and changed:
+            ridge_share, mean_share = _regularisation(task_vectors, frame, entries.energies, options, heterogeneous)
+        looked_into = candidates if is_matrix and changed else None
+        return TensorDiagnosis(
+            planned.name, planned.header.shape, kind_of(planned.name, len(planned.header.shape)), self.depth, planned.action,
+            planned.reason, tuple(source.expert for source in chosen.experts), entries, gamma, heterogeneous, ridge_share,
+            mean_share, dict(_forecasts(planned.name, task_vectors, frame, looked_into)) if looked_into else {},
+            self._spectra(task_vectors, frame, heterogeneous) if looked_into else None,
+        )  # fmt: skip
+
+    def _spectra(self, task_vectors: Tensor, frame: Frame | None, heterogeneous: bool) -> Spectra:
+        """Of P and M of ACE."""
+        ace, options = get_method("ace"), asdict(self.plan.options)
+        context = tensor_context(self.plan, self.planned, frame)
+        P = ace(task_vectors, ace.options({**options, "refine": False}), context).delta
+        M = ace(task_vectors, ace.options(options), context).delta if heterogeneous and options["refine"] else P
+        return measure_spectra(task_vectors, P, M, (frame or standard_frame(task_vectors)).shape)
+
+
+def _forecasts(
+    name: str, task_vectors: Tensor, frame: Frame | None, candidates: Sequence[Candidate]
+) -> Iterator[tuple[str, MergeForecast]]:
+    objective = Objective(task_vectors, frame)
+    largest = max(float(D.double().norm()) for D in task_vectors)
+    for candidate in candidates:
+        M = candidate.merge(name, task_vectors, frame).delta
+        yield candidate.label, MergeForecast(*objective.of(M), float(M.double().norm()) / largest)
+
+
+def _regularisation(
+    task_vectors: Tensor, frame: Frame | None, energies: Sequence[float], options: AceOptions, heterogeneous: bool
+) -> tuple[float, list[float]]:
+    """The ridge's part of the trace of ACE's system, and what centring takes from each expert."""
+    frame = frame or standard_frame(task_vectors)
+    changed = [t for t, energy in enumerate(energies) if energy > 0]
+    traces = Experts(task_vectors, changed, frame, centre=True).traces()
+    a, e = covariance_weights(traces, options, heterogeneous)
+    ridge = math.fsum(e) * frame.shape[1]
+    kept = dict(zip(changed, traces, strict=True))
+    shares = [max(0.0, 1 - kept[t] / energy) if energy > 0 else 0.0 for t, energy in enumerate(energies)]
+    return ridge / (ridge + math.fsum(map(float.__mul__, a, traces))), shares
