@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 import acemerge
+from acemerge.arguments import parse_settings
 from acemerge.checkpoint import open_checkpoint, read_json
-from acemerge.cli import _parse_settings
 from acemerge.errors import AcemergeError
 from acemerge.families import choose_family
 from acemerge.methods import get_method
@@ -290,7 +290,7 @@ def test_options_of_methods(name: str, data: st.DataObject) -> None:
 
 @fuzz(st.lists(st.text(max_size=20) | st.from_regex(r"\A[a-z]{1,5}=[-+0-9.e]{1,8}\Z"), max_size=3))
 def test_settings_on_the_command_line(settings: list[str]) -> None:
-    survives(lambda: get_method("ace").options(_parse_settings(settings)))
+    survives(lambda: get_method("ace").options(parse_settings(settings)))
 
 
 @fuzz(st.text(max_size=30) | st.from_regex(r"\A[ 0-9.]{0,6}[kmgtKMGT]?i?b?\Z"))

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from acemerge.api import merge, merge_state_dicts, merge_task_vectors
+    from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
     from acemerge.methods import all_methods, get_method
     from acemerge.task_models import export_expert, load_expert_head
 
 _HOME = {
+    "diagnose": "acemerge.api",
     "merge": "acemerge.api",
     "merge_state_dicts": "acemerge.api",
     "merge_task_vectors": "acemerge.api",
@@ -38,6 +39,7 @@ __all__ = [
     "MergeError",
     "PreflightError",
     "all_methods",
+    "diagnose",
     "export_expert",
     "get_method",
     "load_expert_head",

@@ -12,9 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.checkpoint import from_state_dict
+from acemerge.diagnosis import DEFAULT_CANDIDATES
+from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
 from acemerge.methods import get_method
-from acemerge.pipeline import MergeResult, run_merge
+from acemerge.pipeline import MergeResult, find_sources, run_merge, torch_device
 from acemerge.planner import build_plan
 from acemerge.progress import SilentProgress
 from acemerge.recipe import Orientation, make_recipe
@@ -45,6 +47,7 @@ def merge(
     verify: bool = False,
     overwrite: bool = False,
     force: bool = False,
+    report: bool = False,
     offline: bool = False,
     quiet: bool = True,
     **options: Any,
@@ -82,9 +85,34 @@ def merge(
         verify=verify,
         overwrite=overwrite,
         force=force,
+        report=report,
         offline=offline,
         quiet=quiet,
     )
+
+
+def diagnose(
+    base: Model,
+    experts: Sequence[Model] | Mapping[str, Model],
+    *,
+    candidates: Sequence[str] = DEFAULT_CANDIDATES,
+    quick: bool = False,
+    preset: str = "auto",
+    orientation: Orientation = "canonical",
+    missing: str = "error",
+    device: str = "cpu",
+    offline: bool = False,
+) -> Diagnosis:
+    """Measure experts before merging them: the same as `acemerge diagnose`. `write_report` of the result makes a page of it.
+
+    `candidates` are merges to forecast, such as "ace" or "ace:epsilon=1e-3".
+    """
+    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
+    models = [{"model": str(model), "name": name} for name, model in pairs]
+    fields = {"base": str(base), "experts": models, "preset": preset, "orientation": orientation, "missing": missing}
+    recipe = make_recipe(fields, "acemerge.diagnose")
+    sources = find_sources(recipe, offline=offline)
+    return measure(recipe, sources, SilentProgress(), candidates=candidates, device=torch_device(device), quick=quick)
 
 
 def merge_state_dicts(

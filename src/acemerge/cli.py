@@ -18,6 +18,7 @@ from acemerge.bench.command import bench_app, demo_command
 from acemerge.diagnosis.command import diagnose_command
 from acemerge.errors import AcemergeError, MergeError, PreflightError
 from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
+from acemerge.report.command import report_command
 
 if TYPE_CHECKING:
     from acemerge.pipeline import MergeResult
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.add_typer(bench_app)
 app.command("demo")(demo_command)
 app.command("diagnose")(diagnose_command)
+app.command("report")(report_command)
 
 Models = Annotated[
     list[str],
@@ -139,6 +141,10 @@ def merge_command(
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Also list every tensor: what was done, and how it came out.")
     ] = False,
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="Also write report.html into the output: what became of every tensor, with figures."),
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -164,7 +170,7 @@ def merge_command(
     recipe, relative_to = recipe_from(models, settings, flags)
     result = run_merge(
         recipe, output, relative_to=relative_to, device=device, threads=threads, resume=resume, overwrite=overwrite,
-        offline=offline, verify=verify, force=force, quiet=quiet or as_json,
+        offline=offline, verify=verify, force=force, report=report, quiet=quiet or as_json,
     )  # fmt: skip
     if as_json:
         _print_json(_result_json(result))

@@ -16,6 +16,7 @@ from acemerge.adapter_output import overall_error
 from acemerge.methods import Method
 from acemerge.pipeline import MergeResult
 from acemerge.plan import Action, Plan
+from acemerge.report.page import Finding
 from acemerge.sizes import human_bytes
 
 _ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
@@ -40,6 +41,19 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
+
+
+_MARKS = {"stop": "x", "caution": "!", "good": "+"}
+_STYLES = {"stop": "bold red", "caution": "yellow", "good": "green"}
+
+
+def print_findings(level: str, verdict: str, findings: Sequence[Finding]) -> None:
+    """The summary of a report."""
+    console = new_console()
+    console.print(f"\n{verdict}\n", style=_STYLES[level])
+    for finding in findings:
+        console.print(f"{_MARKS[finding.level]} {finding.text}" + (f"\n  {finding.advice}" if finding.advice else ""))
+    console.print()
 
 
 def print_plan(plan: Plan) -> None:

@@ -14,18 +14,22 @@ import yaml
 from acemerge import __version__
 from acemerge.adapter_output import overall_error, write_adapter_config
 from acemerge.plan import Plan
+from acemerge.report.account import parse_account
+from acemerge.report.merge_report import merge_page
+from acemerge.report.page import write_report
 from acemerge.side_files import copy_side_file
 from acemerge.staging import Staging
-from acemerge.writer import write_manifest
+from acemerge.writer import MANIFEST, write_manifest
 
 if TYPE_CHECKING:
     from acemerge.pipeline import Sources
     from acemerge.source import Source
 
+REPORT = "report.html"
 Hashes = Mapping[str, Mapping[str, str]]
 
 
-def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes) -> None:
+def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, report: bool = False) -> None:
     """Everything of the output folder but the weights and the heads."""
     folder = staging.folder
     if plan.recipe.save_as == "adapter":
@@ -40,7 +44,10 @@ def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hash
     shards = staging.finished
     written = {shard: record["sha256"] for shard, record in shards.items()}
     parts = {path: sha for record in shards.values() for path, sha in record["parts"].items()}
-    write_manifest(folder, manifest(plan, staging, hashes), written | parts)
+    account = manifest(plan, staging, hashes)
+    if report:
+        write_report(merge_page(parse_account(account, folder / MANIFEST)), folder / REPORT)
+    write_manifest(folder, account, written | parts)
 
 
 _RECIPE_HEADING = f"""\

@@ -23,6 +23,7 @@ from acemerge.plan import Plan
 from acemerge.planner import build_plan
 from acemerge.progress import show_progress
 from acemerge.recipe import Recipe
+from acemerge.report.figure import check_installed
 from acemerge.resources import check_resources
 from acemerge.source import Source, expand_home, resolve_source
 from acemerge.staging import Staging, check_output, staged_output
@@ -66,12 +67,15 @@ def run_merge(
     offline: bool = False,
     verify: bool = False,
     force: bool = False,
+    report: bool = False,
     quiet: bool = True,
 ) -> MergeResult:
     """Carry out a recipe and publish the result at `output`."""
     output = expand_home(output)
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads}: give at least one")
+    if report:
+        check_installed()
     check_output(output, overwrite)
     sources = find_sources(recipe, relative_to, offline)
     check_output(output, overwrite, [source.path for source in (sources.base, *sources.experts)])
@@ -90,7 +94,7 @@ def run_merge(
             LocalEngine(plan, staging, where, progress).run()
         write_heads(plan, staging.folder)
         staging.check_inputs(hashes.all())
-        write_documents(plan, sources, staging, hashes.all())
+        write_documents(plan, sources, staging, hashes.all(), report)
         for model in (plan.base, *plan.experts):
             model.check_unchanged()
         tensors = _records(plan, staging)

@@ -23,6 +23,8 @@ from acemerge.methods.registry import Fact
 from acemerge.plan import Plan, PlannedTensor
 
 REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
+Measured = Fact | list[float]
+"""What a report says of a tensor: what its method tells, and norms; `task_norms` in the order of its experts."""
 LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
 
 
@@ -31,7 +33,7 @@ class MergedTensor:
     """The value to write, on the CPU, in the output dtype and the stored layout; facts and warnings for the report."""
 
     value: Tensor
-    facts: Mapping[str, Fact]
+    facts: Mapping[str, Measured]
     warnings: tuple[str, ...] = ()
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class MergedFactors:
     """A merged change as the product of two small matrices, in the method's orientation; facts and warnings for the report."""
 
     factors: Factors
-    facts: Mapping[str, Fact]
+    facts: Mapping[str, Measured]
     warnings: tuple[str, ...] = ()
 
 
@@ -100,7 +102,7 @@ def merge_to_factors(
 
 def _merge(
     plan: Plan, planned: PlannedTensor, task_vectors: Tensor, context: Context, energies: list[float]
-) -> tuple[Merged, dict[str, Fact]]:
+) -> tuple[Merged, dict[str, Measured]]:
     """The method at work, and what it and the norms tell."""
     assert planned.method is not None
     assert planned.options is not None
@@ -108,7 +110,11 @@ def _merge(
         merged = get_method(planned.method)(task_vectors, planned.options, context)
     except ArithmeticError as error:
         raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
-    return merged, {**merged.facts, **(_norms(energies, merged) if planned.action == "merged" else {})}
+    return merged, {
+        **merged.facts,
+        "task_norms": [math.sqrt(energy) for energy in energies],
+        **(_norms(energies, merged) if planned.action == "merged" else {}),
+    }
 
 
 def _untouched(plan: Plan, planned: PlannedTensor, value: Tensor) -> MergedTensor:
@@ -279,12 +285,12 @@ def _stored_parts(parts: Mapping[str, Tensor], planned: PlannedTensor) -> dict[s
     return stored
 
 
-def _norms(energies: list[float], merged: Merged) -> dict[str, Fact]:
+def _norms(energies: list[float], merged: Merged) -> dict[str, Measured]:
     norm, largest = math.sqrt(sum_of_squares(merged.delta)), math.sqrt(max(energies))
     return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
 
 
-def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact], given: Sequence[str]) -> tuple[str, ...]:
+def _warnings(planned: PlannedTensor, facts: Mapping[str, Measured], given: Sequence[str]) -> tuple[str, ...]:
     found = list(given)
     ratio = facts.get("norm_ratio", 0.0)
     if isinstance(ratio, float) and ratio > LARGE_MERGE:

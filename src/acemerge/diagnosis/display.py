@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from acemerge.diagnosis.findings import findings, verdict
-from acemerge.diagnosis.layer_names import kinds_in_order
 from acemerge.diagnosis.measure import Diagnosis
 from acemerge.diagnosis.summary import Matrix, Summary
-from acemerge.display import new_console, new_table
+from acemerge.display import new_console, new_table, print_findings
+from acemerge.layer_names import kinds_in_order
 
-_MARKS = {"stop": "x", "caution": "!", "good": "+"}
-_STYLES = {"stop": "bold red", "caution": "yellow", "good": "green"}
 _MOST_EXPERTS = 12
 """A table of pairs with more columns than this fits no terminal."""
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """The short version of the report."""
-    summary, out = Summary(diagnosis), new_console()
+    summary = Summary(diagnosis)
     found = findings(diagnosis)
-    level, sentence = verdict(found)
-    out.print(f"\n{sentence}\n", style=_STYLES[level])
-    for finding in found:
-        out.print(f"{_MARKS[finding.level]} {finding.text}" + (f"\n  {finding.advice}" if finding.advice else ""))
-    out.print()
+    print_findings(*verdict(found), found)
     _print_experts(summary)
     _print_kinds(diagnosis)
     if 1 < len(diagnosis.experts) <= _MOST_EXPERTS:

@@ -16,7 +16,8 @@ from acemerge.linalg import row_blocks
 
 REACH = 5.0
 """Histograms go from minus to plus so many standard deviations; what lies beyond is in the outermost bins."""
-BINS = 50
+BINS = 51
+"""Odd, so that zeros lie within a bin, not on an edge."""
 
 
 @dataclass(frozen=True)

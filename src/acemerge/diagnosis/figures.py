@@ -8,12 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from acemerge.diagnosis.entries import BINS, REACH
-from acemerge.diagnosis.layer_names import kinds_in_order
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.spectra import Spectrum
 from acemerge.diagnosis.summary import Matrix, Summary, pairs
+from acemerge.layer_names import kinds_in_order, layers_of
 from acemerge.report.charts import HeatMap, Line, Panel, heat_map, lines
 from acemerge.report.figure import Figure
+from acemerge.report.layer_figures import (
+    Point,
+    depth_figure,
+    expert_by_layer_figure,
+    heterogeneity_figure,
+    regulariser_figure,
+)
 
 _MOST_PANELS = 8
 
@@ -24,40 +31,12 @@ def figures(diagnosis: Diagnosis) -> list[Figure]:
     return [figure for make in _FIGURES for figure in make(summary)]
 
 
-def by_depth(tensors: Iterable[TensorDiagnosis], value: Callable[[TensorDiagnosis], float | None]) -> dict[str, Line]:
-    """A line for each kind of layer: the mean of the value at each depth."""
-    found: dict[str, dict[int, list[float]]] = {}
-    for tensor in tensors:
-        measured = value(tensor)
-        if measured is not None and tensor.depth is not None:
-            found.setdefault(tensor.kind, {}).setdefault(tensor.depth, []).append(measured)
-    return {kind: _line(found[kind]) for kind in kinds_in_order(found)}
+def _points(tensors: Iterable[TensorDiagnosis], value: Callable[[TensorDiagnosis], float | None]) -> Iterator[Point]:
+    return ((tensor.kind, tensor.depth, value(tensor)) for tensor in tensors)
 
 
-def _line(by_place: dict[int, list[float]]) -> Line:
-    places = sorted(by_place)
-    return Line(places, [statistics.fmean(by_place[place]) for place in places], "o")
-
-
-def heterogeneity_figure(drawn: dict[str, Line], tau: float) -> Figure:
-    """The paper's figure of gamma; also for the report of a merge."""
-    ranges = "; ".join(f"{kind} {min(line.y):.2f} to {max(line.y):.2f}" for kind, line in drawn.items())
-    panel = Panel(drawn, x_label="layer", y_label="gamma", thresholds={f"tau = {tau:g}": tau}, whole_x=True)
-    return Figure(
-        "heterogeneity",
-        "How unequal the experts are",
-        f"Heterogeneity gamma of the experts' energies, by layer and kind of matrix. Above tau = {tau:g} ACE normalises the "
-        f"experts' "
-        "covariances and refines the spectrum; below it keeps their own strength.",
-        f"Lines of gamma over layers, against tau {tau:g}: {ranges}.",
-        partial(lines, [panel]),
-    )
-
-
-def _heterogeneity(summary: Summary) -> Iterator[Figure]:
-    drawn = by_depth(summary.diagnosis.matrices, lambda tensor: tensor.gamma)
-    if drawn:
-        yield heterogeneity_figure(drawn, summary.diagnosis.ace["tau"])
+def _heterogeneity(summary: Summary) -> Iterable[Figure]:
+    return heterogeneity_figure(_points(summary.diagnosis.matrices, lambda tensor: tensor.gamma), summary.diagnosis.ace["tau"])
 
 
 def _forecasts(summary: Summary) -> Iterator[Figure]:
@@ -100,29 +79,19 @@ def _by_layer(diagnosis: Diagnosis, value: Callable[[Sequence[TensorDiagnosis]],
     return Line([d for d, v in measured.items() if v is not None], [v for v in measured.values() if v is not None], "o")
 
 
-def _changes(summary: Summary) -> Iterator[Figure]:
+def _changes(summary: Summary) -> Iterable[Figure]:
     """Energies per expert and layer, relative to the base."""
     diagnosis = summary.diagnosis
-    layers = sorted({tensor.depth for tensor in diagnosis.tensors if tensor.depth is not None})
-    if not layers:
-        return
-    places: list[int | None] = [*([None] if any(t.depth is None for t in diagnosis.tensors) else []), *layers]
-    values = [[_relative_change(diagnosis, expert, place) for place in places] for expert in summary.tasks]
-    positive = [value for row in values for value in row if value]
-    if not positive:
-        return
-    names = ["-" if place is None else str(place) for place in places]
-    chart = HeatMap(
-        values, diagnosis.experts, names, min(positive), max(positive), "magma_r", x_label="layer (-: outside of layers)",
-        logarithmic=max(positive) > 1.01 * min(positive), decimals=3,
-    )  # fmt: skip
+    places = layers_of(tensor.depth for tensor in diagnosis.tensors)
     listing = "; ".join(f"{n} {c:.2%}" for n, c in zip(diagnosis.experts, summary.relative_changes, strict=True))
-    yield Figure(
+    return expert_by_layer_figure(
         "changes",
         "Which layers each expert changed",
-        "|W_t - W0| / |W0| over all tensors of a layer, those included that a merge keeps at the base. White: not changed.",
+        "|W_t - W0| / |W0| over all tensors of a layer, those included that a merge keeps at the base. Empty: not changed.",
         f"A table of experts by layers. Over all merged matrices: {listing}.",
-        partial(heat_map, chart),
+        diagnosis.experts,
+        places,
+        [[_relative_change(diagnosis, expert, place) for place in places] for expert in summary.tasks],
     )
 
 
@@ -237,16 +206,12 @@ def _spectra(summary: Summary) -> Iterator[Figure]:
         told,
         partial(lines, panels),
     )
-    drawn = by_depth(measured, lambda tensor: tensor.spectra.plain.leading_energy if tensor.spectra else None)
-    if any(len(line.x) > 1 for line in drawn.values()):
-        panel = Panel(drawn, x_label="layer", y_label="share of energy", whole_x=True)
-        yield Figure(
-            "concentration",
-            "How concentrated the closed form is",
-            "The share of P's energy in the top 5% of its singular values, by layer and kind.",
-            told,
-            partial(lines, [panel]),
-        )
+
+
+def _concentration(summary: Summary) -> Iterable[Figure]:
+    points = _points(summary.diagnosis.matrices, lambda tensor: tensor.spectra.plain.leading_energy if tensor.spectra else None)
+    caption = "The share of P's energy in the top 5% of its singular values, by layer and kind."
+    return depth_figure("concentration", "How concentrated the closed form is", caption, points, "share of energy")
 
 
 def _curve(spectrum: Spectrum) -> Line:
@@ -263,23 +228,11 @@ def _range(values: Iterable[float], form: str = ".0%") -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _ridge(summary: Summary) -> Iterator[Figure]:
-    drawn = by_depth(summary.diagnosis.matrices, lambda tensor: tensor.ridge_share)
-    if drawn:
-        epsilon = summary.diagnosis.ace["epsilon"]
-        panel = Panel(drawn, x_label="layer", y_label="ridge share", whole_x=True)
-        yield Figure(
-            "regulariser",
-            "How much of ACE's system is its regulariser",
-            f"The ridge's part of the trace of the system that ACE solves, at epsilon = {epsilon:g}. Near 0 the experts' "
-            f"covariances "
-            "decide; near 1 the merge is close to averaging.",
-            "Lines of the regulariser's share over layers: "
-            + "; ".join(f"{kind} {min(line.y):.3f} to {max(line.y):.3f}" for kind, line in drawn.items()) + ".",
-            partial(lines, [panel]),
-        )  # fmt: skip
+def _ridge(summary: Summary) -> Iterable[Figure]:
+    points = _points(summary.diagnosis.matrices, lambda tensor: tensor.ridge_share)
+    return regulariser_figure(points, f"{summary.diagnosis.ace['epsilon']:g}")
 
 
-_FIGURES: tuple[Callable[[Summary], Iterator[Figure]], ...] = (
-    _heterogeneity, _forecasts, _changes, _similarities, _ridge, _spectra, _distributions
+_FIGURES: tuple[Callable[[Summary], Iterable[Figure]], ...] = (
+    _heterogeneity, _forecasts, _changes, _similarities, _ridge, _spectra, _distributions, _concentration
 )  # fmt: skip

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.candidates import Candidate, common_core, plan_candidates
 from acemerge.diagnosis.entries import Entries, read_entries
 from acemerge.diagnosis.interference import Objective
-from acemerge.diagnosis.layer_names import depths, kind_of
 from acemerge.diagnosis.spectra import Spectra, measure_spectra
 from acemerge.errors import MergeError
 from acemerge.families import align_names
 from acemerge.frame import Frame, standard_frame
+from acemerge.layer_names import depths, kind_of
 from acemerge.methods import get_method
 from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity
 from acemerge.pipeline import Sources, make_plan
 from acemerge.plan import Plan, PlannedTensor
 from acemerge.progress import Progress
-from acemerge.recipe import Recipe
+from acemerge.recipe import Recipe, TensorRule
 from acemerge.task_vectors import load_task_vectors, nonfinite_values, tensor_context
 
 
@@ -88,6 +89,15 @@ class Diagnosis:
         """What ACE would merge."""
         return [tensor for tensor in self.tensors if tensor.fate == "merged"]
 
+    def write_report(self, path: str | Path) -> Path:
+        """As one self-contained HTML file."""
+        from acemerge.diagnosis.report import diagnosis_page
+        from acemerge.report.figure import check_installed
+        from acemerge.report.page import write_report
+
+        check_installed()
+        return write_report(diagnosis_page(self), Path(path))
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {"acemerge": __version__, **asdict(self)}
@@ -107,7 +117,8 @@ def measure(
     as_ace = recipe if recipe.method == "ace" else recipe.model_copy(update={"method": "ace", "options": {}})
     plan = make_plan(as_ace, sources)
     everything = _plan_of_everything(plan, sources)
-    planned_candidates = plan_candidates(candidates, recipe, sources, where, progress)
+    comparable = recipe.model_copy(update={"tensors": [*_rules_to_keep(plan), *recipe.tensors]})
+    planned_candidates = plan_candidates(candidates, comparable, sources, where, progress)
     looked_into = _sample(plan) if quick else {tensor.name for tensor in plan.tensors if tensor.action == "merged"}
     place = depths(tensor.name for tensor in everything.tensors)
     by_name = {tensor.name: tensor for tensor in plan.tensors}
@@ -131,9 +142,13 @@ def planned_work(recipe: Recipe, sources: Sources) -> Plan:
 
 def _plan_of_everything(plan: Plan, sources: Sources) -> Plan:
     """A plan in which every weight that experts share with the base takes part, also those that the preset keeps."""
-    rules = [{"match": tensor.name, "do": "keep"} for tensor in plan.tensors if _has_other_shapes(plan, tensor)]
-    wide = plan.recipe.model_dump() | {"method": "average", "options": {}, "tensors": rules, "save_as": "model", "rank": None}
-    return make_plan(Recipe.model_validate(wide), sources)
+    wide: dict[str, Any] = {"method": "average", "options": {}, "tensors": _rules_to_keep(plan), "save_as": "model", "rank": None}
+    return make_plan(plan.recipe.model_copy(update=wide), sources)
+
+
+def _rules_to_keep(plan: Plan) -> list[TensorRule]:
+    """Leave to the base what ACE leaves to it and what an expert has in another shape, whatever a method would do with it."""
+    return [TensorRule(match=tensor.name, do="keep") for tensor in plan.tensors if _has_other_shapes(plan, tensor)]
 
 
 def _has_other_shapes(plan: Plan, tensor: PlannedTensor) -> bool:

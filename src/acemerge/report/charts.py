@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
-WIDTH = 4.7
+WIDTH = 4.1
 """Inches: letters stay readable when a phone shows it a little smaller."""
 _MOST_LABELLED_CELLS = 10
 _LEGEND_COLUMNS = 3
@@ -60,7 +60,7 @@ def _style(palette: Palette) -> AbstractContextManager[None]:
     )  # fmt: skip
 
 
-def lines(panels: Sequence[Panel], palette: Palette, height: float = 2.6) -> Drawing:
+def lines(panels: Sequence[Panel], palette: Palette, height: float = 2.3) -> Drawing:
     """Panels side by side, two in a row, with one legend below them all."""
     from matplotlib.figure import Figure as Drawing
 
@@ -68,7 +68,7 @@ def lines(panels: Sequence[Panel], palette: Palette, height: float = 2.6) -> Dra
     rows = math.ceil(len(panels) / columns)
     labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
     legend_rows = math.ceil(len(labels) / _LEGEND_COLUMNS)
-    panel_height = height if columns == 1 else 1.75
+    panel_height = height if columns == 1 else 1.6
     with _style(palette):
         drawing = Drawing(figsize=(WIDTH, rows * panel_height + 0.2 * legend_rows + 0.25), layout="constrained")
         grid = drawing.subplots(rows, columns, squeeze=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -107,15 +108,16 @@ def write_report(page: Page, path: Path) -> Path:
     """The file appears when it is whole."""
     if path.is_dir():
         raise InputError(f"-o {path}: is a folder; give the name of a file, such as {path / 'report.html'}")
+    html = page.to_html()
     staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(page.to_html(), encoding="utf-8")
+        staged.write_text(html, encoding="utf-8")
         staged.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            staged.unlink()
         raise InputError(f"-o {path}: cannot be written: {error.strerror}") from None
-    finally:
-        staged.unlink(missing_ok=True)
     return path
 
 

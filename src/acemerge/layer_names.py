@@ -64,3 +64,9 @@ def _place(name: str) -> tuple[str, tuple[int, ...]] | None:
         return None
     second = found[1:] if len(found) > 1 and parts[found[1] - 1] in ("blocks", "layer", "layers", "block", "resblocks") else []
     return ".".join(parts[: found[0]]), tuple(int(parts[position]) for position in [found[0], *second])
+
+
+def layers_of(depths: Iterable[int | None]) -> list[int | None]:
+    """Each layer once, in order; first None, if something lies outside of layers."""
+    found = set(depths)
+    return [*([None] if None in found else []), *sorted(depth for depth in found if depth is not None)]
