@@ -360,6 +360,17 @@ def test_a_dominating_regulariser_is_named_with_a_remedy(tmp_path: Path) -> None
     assert "-m ace:epsilon=1e-07" in text
 
 
+def test_a_gamma_that_only_scale_makes_large_is_named(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = {"layers.0.mlp.up_proj.weight": torch.randn(16, 16, generator=generator)}
+    folders = [write_model(tmp_path / "base", base)]
+    for index, energy in enumerate((0.8, 1.2, 1.3)):
+        change = torch.randn(16, 16, generator=generator)
+        change *= math.sqrt(energy) / change.norm()
+        folders.append(write_model(tmp_path / f"e{index}", {name: w + change for name, w in base.items()}))
+    assert "In 1 of 1 matrices gamma is large because the experts' energies lie near 1" in said(folders[0], folders[1:])
+
+
 def test_changes_in_column_means_are_named(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 2, 1)
     shifted = {name: w + 0.05 for name, w in model_zoo.read_tensors(base).items()}

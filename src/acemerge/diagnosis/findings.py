@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,8 @@ RELATED = 0.5
 FAR = 0.3
 """A change longer than this share of the base itself is no small fine-tune."""
 DUPLICATE, OPPOSED = 0.99, -0.2
+NEAR_ONE = 1.0
+"""Of the mean log energy: within a factor e of 1."""
 STRONG = 10.0
 """Times the median energy: an expert that overrules the others where nothing is normalised."""
 RIDGE_DOMINATES, CENTRED_AWAY, KEPT_CHANGE, LOW_RANK = 0.5, 0.3, 0.1, 0.999
@@ -117,6 +120,23 @@ def _strength(summary: Summary) -> Iterator[Finding]:
         )
 
 
+def _scale(summary: Summary) -> Iterator[Finding]:
+    """gamma divides by the squared mean of log energies, so it has no bound where energies are near 1."""
+    judged = [tensor for tensor in summary.diagnosis.matrices if tensor.gamma is not None]
+    logs = [[math.log(energy) for energy in tensor.entries.energies if energy > 0] for tensor in judged]
+    near_one = [
+        tensor for tensor, own in zip(judged, logs, strict=True)
+        if tensor.heterogeneous and len(own) > 1 and abs(statistics.fmean(own)) < NEAR_ONE
+    ]  # fmt: skip
+    if near_one:
+        yield Finding(
+            "caution",
+            f"In {len(near_one)} of {len(judged)} matrices gamma is large because the experts' energies lie near 1, where its "
+            "denominator vanishes, not because experts differ more than elsewhere: gamma depends on the scale of the weights.",
+            "Compare with ACE's other branch: -m ace -m ace:tau=1e9",
+        )
+
+
 def _regularisation(summary: Summary) -> Iterator[Finding]:
     matrices = [tensor for tensor in summary.diagnosis.matrices if tensor.ridge_share is not None]
     heavy = [tensor for tensor in matrices if (tensor.ridge_share or 0) > RIDGE_DOMINATES]
@@ -208,7 +228,7 @@ def _forecast(summary: Summary) -> Iterator[Finding]:
 
 
 _LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
-    _origin, _pairs_of_experts, _strength, _regularisation, _centring, _kept, _ranks, _forecast
+    _origin, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks, _forecast
 )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from acemerge.report.figure import Figure
 
 Point = tuple[str, int | None, float | None]
 """Kind of layer, depth, value."""
+_WIDE = 100
+"""Values that differ more than this are drawn on a logarithmic scale."""
 
 
 def by_depth(points: Iterable[Point]) -> dict[str, Line]:
@@ -57,7 +59,11 @@ def depth_figure(
         return []
     told = "; ".join(f"{kind} {min(line.y):.3g} to {max(line.y):.3g}" for kind, line in drawn.items())
     against = "".join(f", against {meaning}" for meaning in thresholds or {})
-    panel = Panel(drawn, x_label="layer", y_label=y_label, thresholds=thresholds, whole_x=True)
+    values = [value for line in drawn.values() for value in line.y]
+    panel = Panel(
+        drawn, x_label="layer", y_label=y_label, thresholds=thresholds, whole_x=True,
+        logarithmic=min(values) > 0 and max(values) > _WIDE * min(values),
+    )  # fmt: skip
     return [Figure(name, title, caption, f"Lines of {y_label} over layers{against}: {told}.", partial(lines, [panel]))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from acemerge.report.page import Column, Finding, Page, Table, verdict_of
 from acemerge.task_vectors import LARGE_MERGE
 
 _ACTIONS = ("merged", "averaged", "kept", "copied")
-_SHOWN_WARNINGS = 3
 
 
 def merge_page(account: MergeAccount) -> Page:
@@ -67,11 +67,14 @@ def findings(account: MergeAccount) -> list[Finding]:
 
 
 def _warned(account: MergeAccount) -> Iterator[Finding]:
-    warnings = [warning for tensor in account.tensors for warning in tensor.warnings]
-    for warning in warnings[:_SHOWN_WARNINGS]:
-        yield Finding("caution", warning[:1].upper() + warning[1:] + ".")
-    if len(warnings) > _SHOWN_WARNINGS:
-        yield Finding("caution", f"{len(warnings) - _SHOWN_WARNINGS} more warnings like these: see Details.")
+    """One for each cause, with the first tensor that has it: warnings that differ in numbers and names only are one."""
+    causes: dict[str, list[str]] = {}
+    for tensor in account.tensors:
+        for warning in tensor.warnings:
+            causes.setdefault(re.sub(r"'[^']*'|[\d.]+", "", warning), []).append(warning)
+    for first, *others in causes.values():
+        more = f" {len(others)} more tensors like this one: see Details." if others else ""
+        yield Finding("caution", f"{first[:1].upper()}{first[1:]}.{more}")
 
 
 def _branches(account: MergeAccount) -> Iterator[Finding]:
