@@ -58,8 +58,7 @@ def _origin(summary: Summary) -> Iterator[Finding]:
             yield Finding(
                 "stop",
                 f"Expert '{name}' is not a fine-tune of this base: the median cosine of its matrices with the base's is "
-                f"{cosine:.2f}, "
-                "where a fine-tune's is near 1.",
+                f"{cosine:.2f}, where a fine-tune's is near 1.",
                 "Give the base that it was trained from. Models of different origin cannot be merged weight by weight.",
             )
         elif change > FAR:
@@ -210,9 +209,8 @@ def _forecast(summary: Summary) -> Iterator[Finding]:
         yield Finding(
             "good",
             f"Least predicted interference: {best} ({lowest:.2f}; then {listing}; 0 does what each expert does, 1 what the base "
-            f"does). "
-            "This is ACE's own objective under covariances guessed from weights: a reason to try a method first, not a test "
-            "result.",
+            "does). This is ACE's own objective under covariances guessed from weights: a hint where to look first. It orders "
+            "methods only roughly as tests do.",
         )
     if forecasts:
         best = next(iter(forecasts))
