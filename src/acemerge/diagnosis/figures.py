@@ -162,15 +162,14 @@ def _distributions(summary: Summary) -> Iterator[Figure]:
         return
     told = (
         f"The mean is {statistics.median(means):.3f} standard deviations from zero in the median tensor, {max(means):.3f} at "
-        f"most. "
-        f"The distance from the normal distribution function is {statistics.median(distances):.3f} in the median, "
+        f"most. The distance from the normal distribution function is {statistics.median(distances):.3f} in the median, "
         f"{max(distances):.3f} at most."
     )
     yield Figure(
         "distributions",
         "Are changes centred at zero, and normal?",
-        f"Entries of the experts' changes in standard deviations of their tensor, by kind of matrix; dashed: the normal curve. "
-        f"{told}",
+        "Entries of the experts' changes in standard deviations of their tensor, by kind of matrix; dashed: the normal curve. "
+        + told,
         told,
         partial(lines, panels),
     )

@@ -114,8 +114,7 @@ def _strength(summary: Summary) -> Iterator[Finding]:
         yield Finding(
             "good",
             f"{count} of {len(judged)} matrices are heterogeneous (gamma above tau = {tau:g}): there ACE weighs experts equally "
-            f"and "
-            "refines the spectrum. In the others it keeps their own strength.",
+            "and refines the spectrum. In the others it keeps their own strength.",
         )
 
 
@@ -172,8 +171,7 @@ def _kept(summary: Summary) -> Iterator[Finding]:
             yield Finding(
                 "caution",
                 f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}, and the preset '{diagnosis.preset}' "
-                f"keeps the "
-                "base's values.",
+                "keeps the base's values.",
                 "If the expert depends on it, add a recipe rule {match: PATTERN, do: average}, or merge.",
             )
 
