@@ -16,7 +16,7 @@ import acemerge
 from acemerge.bench import tiny_vit
 from acemerge.bench.evaluation import evaluate
 from acemerge.bench.experts import Experts, train_expert
-from acemerge.bench.task import Rows, Splits, Task, split
+from acemerge.bench.task import Rows, Splits, TrainedTask, split
 from acemerge.bench.tiny_vit import (
     AttentionBlock,
     FrozenNormConvolution,
@@ -144,7 +144,7 @@ def bright_side(axis: int) -> Splits:
 
 
 TASKS = tuple(
-    Task(name, ("first", "second"), partial(bright_side, axis), "made here", 80, 16, 1e-3, epochs=4)
+    TrainedTask(name, ("first", "second"), partial(bright_side, axis), "made here", 80, 16, 1e-3, epochs=4)
     for axis, name in enumerate(("rows", "columns"))
 )
 

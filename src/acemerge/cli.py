@@ -15,6 +15,7 @@ import typer
 from acemerge import __version__
 from acemerge.bench.command import bench_app, demo_command
 from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
+from acemerge.evaluate.command import evaluate_command
 from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
 from acemerge.recipe import Recipe, make_recipe, read_recipe
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 
 app.add_typer(bench_app)
 app.command("demo")(demo_command)
+app.command("evaluate")(evaluate_command)
 
 Models = Annotated[
     list[str],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from acemerge.bench.experts import Experts, Say, prepare_experts
+from acemerge.bench.experts import Say
 from acemerge.bench.measured_merge import measured_merge
 from acemerge.bench.suites import Suite
 
@@ -18,7 +18,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method, one thread."""
+    """Of one method, on one thread, or on all of them and its device for a suite that has a machine to itself."""
 
     method: str
     seconds: float
@@ -29,14 +29,13 @@ class Cost:
 
 def measure_costs(suite: Suite, methods: Sequence[str], say: Say) -> list[Cost]:
     """Merge the experts of seed 0 by each method, in turns, so that whatever else the machine does falls on all alike."""
-    prepare_experts(suite.domain, suite.tasks, [0], say)
-    experts = Experts(suite.domain, 0)
-    folders = {task.name: experts.folder(task) for task in suite.tasks}
+    suite.prepare([0], say)
+    base, folders = suite.experts(0).base, suite.folders(0)
     reports: dict[str, list[Any]] = {method: [] for method in methods}
     for repeat in range(REPEATS):
         for method in methods:
             with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as place:
-                report = measured_merge(experts.base, folders, Path(place) / "merged", {"method": method})
+                report = measured_merge(base, folders, Path(place) / "merged", {**suite.merge, "method": method}, suite.compute)
             reports[method].append(report)
             say(f"{repeat + 1}/{REPEATS} {method}: {report.seconds:.1f} s")
     return [
