@@ -179,7 +179,7 @@ def test_experts_learn_and_leave_batch_norms_alone(experts: Experts) -> None:
 def test_the_same_seed_gives_the_same_bytes(experts: Experts) -> None:
     weights = experts.folder(TASKS[0]) / "model.safetensors"
     before = weights.read_bytes()
-    train_expert(experts.domain, TASKS[0], 0)
+    train_expert(VisionDomain(), TASKS[0], 0)
     assert weights.read_bytes() == before
 
 

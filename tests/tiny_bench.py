@@ -56,4 +56,6 @@ def _task(name: str, one: int, other: int) -> TrainedTask:
     return TrainedTask(name, ("other", "one"), partial(load_which_word, one, other), "none", 320, 16, 1e-3, epochs=3)
 
 
-SUITE = Suite("tiny-3", TinyDomain(), (_task("first", 1, 2), _task("second", 3, 4), _task("third", 5, 6)))
+DOMAIN = TinyDomain()
+TASKS = (_task("first", 1, 2), _task("second", 3, 4), _task("third", 5, 6))
+SUITE = Suite("tiny-3", DOMAIN, TASKS)
