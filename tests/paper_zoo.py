@@ -18,8 +18,8 @@ LIBRARY: Any = import_module("transformers")
 
 WORDS = (
     "a photo of the number character digit type pet flower food face looking showing emotion that looks they look at how are "
-    "review movie centered satellite texture pattern thing object zoomed in traffic sign close up english premise answer question "
-    "is not"
+    "review movie centered satellite texture pattern thing object zoomed in traffic sign close up english premise answer "
+    "question is not"
 ).split()
 
 
@@ -179,7 +179,7 @@ def gpt2_models(folder: Path, classes: Mapping[str, int]) -> None:
 
     end = "<|endoftext|>"
     words = tokenizer(folder / "base", {"bos_token": end, "eos_token": end, "unk_token": end}, None, 1024)
-    common = {"vocab_size": len(words), "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    common = {"vocab_size": len(words), "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.5}
     torch.manual_seed(0)
     base = LIBRARY.GPT2Model(LIBRARY.GPT2Config(**common))
     base.save_pretrained(folder / "base")
@@ -205,7 +205,7 @@ def roberta_models(folder: Path, classes: Mapping[str, int], place: str = "{task
     words = tokenizer(folder / "base", special, "<s> $A </s>", 128)
     common = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
               "intermediate_size": 32, "max_position_embeddings": 140, "pad_token_id": words.pad_token_id,
-              "type_vocab_size": 1}  # fmt: skip
+              "type_vocab_size": 1, "initializer_range": 0.5}  # fmt: skip
     torch.manual_seed(0)
     base = LIBRARY.RobertaModel(LIBRARY.RobertaConfig(**common), add_pooling_layer=False)
     base.save_pretrained(folder / "base")
@@ -214,10 +214,16 @@ def roberta_models(folder: Path, classes: Mapping[str, int], place: str = "{task
 
 
 def _experts(folder: Path, classes: Mapping[str, int], make: Callable[[int], Any], base: Any, place: str = "{task}") -> None:
+    """With large weights and a head that favours no class, so that answers differ from row to row."""
     for seed, (task, labels) in enumerate(classes.items()):
         model = make(labels or 1)
         model.base_model.load_state_dict(base.state_dict(), strict=False)
-        fine_tuned(model, seed, 1.0).save_pretrained(folder / place.format(task=task))
+        fine_tuned(model, seed)
+        if hasattr(model, "classifier"):
+            with torch.no_grad():
+                any_words = torch.randint(len(WORDS), (32, 8), generator=torch.Generator().manual_seed(seed))
+                model.classifier.out_proj.bias -= model.eval()(input_ids=any_words).logits.mean(0)
+        model.save_pretrained(folder / place.format(task=task))
 
 
 def llama_models(folder: Path, experts: Sequence[str]) -> None:

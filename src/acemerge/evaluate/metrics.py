@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Metric = Literal["accuracy", "matthews", "accuracy_and_f1", "pearson_and_spearman"]
 Numbers = NDArray[Any]
 
-RESAMPLES = 200
+RESAMPLES = 100
 """Of the bootstrap that gives the standard error of what is no accuracy."""
 
 
@@ -87,19 +87,17 @@ def measure(metric: Metric, labels: Numbers, answers: Numbers) -> float:
 
     if metric == "accuracy":
         return float(accuracy_score(labels, answers))
-    if metric == "matthews":
-        return float(matthews_corrcoef(labels, answers))
     if metric == "accuracy_and_f1":
         return statistics.fmean([accuracy_score(labels, answers), f1_score(labels, answers, zero_division=0.0)])
-    return _mean_correlation(labels, answers)
+    if np.ptp(labels) == 0 or np.ptp(answers) == 0:
+        return 0.0  # what is always the same goes along with nothing
+    return float(matthews_corrcoef(labels, answers)) if metric == "matthews" else _mean_correlation(labels, answers)
 
 
 def _mean_correlation(labels: Numbers, answers: Numbers) -> float:
-    """The mean of Pearson's and Spearman's; 0 for answers that are all the same, which have neither."""
+    """The mean of Pearson's and Spearman's."""
     from scipy.stats import pearsonr, spearmanr
 
-    if np.ptp(labels) == 0 or np.ptp(answers) == 0:
-        return 0.0
     return statistics.fmean([float(pearsonr(labels, answers).statistic), float(spearmanr(labels, answers).statistic)])
 
 
