@@ -25,7 +25,7 @@ def evaluate_model(suite: Suite, model: Source, limit: int | None, with_experts:
     else:
         replace(suite, tasks=()).prepare([0], say)  # the base alone, for its tokenizer
     jobs = [job, *([Job(suite, EXPERTS, 0, limit)] if with_experts else [])]
-    result, *experts = measure_all(jobs, say)
+    result, *experts = measure_all(jobs, say, workers=1)
     row = Row(job.candidate, (result,), tuple(experts) or None)
     rows = [row, *(Row(EXPERTS, (found,), (found,)) for found in experts)]
     about = {"model": {"name": model.public_name, "sha256": model_hashes(model.path)}, **describe_run(suite, [0], limit)}
