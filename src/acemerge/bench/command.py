@@ -194,12 +194,13 @@ def cost_command(
     """Time and peak memory of merging, one merge at a time: on one thread, or on all for the paper's suites."""
     from dataclasses import asdict
 
-    chosen = open_suite(suite, models, data, device=device)
+    chosen = open_suite(suite, models, data, device=device, run_generated_code=True)  # none is run here
     from acemerge.bench.cost import cost_table, measure_costs
     from acemerge.bench.show import publish_grids
 
     costs = measure_costs(chosen, split_names(methods), say)
-    publish_grids(f"Cost of merging {suite}", [cost_table(costs)], [asdict(c) for c in costs], output, f"cost-{suite}")
+    records = {"command": " ".join(["acemerge", *sys.argv[1:]]), "device": device, "costs": [asdict(cost) for cost in costs]}
+    publish_grids(f"Cost of merging {suite}", [cost_table(costs, suite)], records, output, f"cost-{suite}")
 
 
 @bench_app.command("profile")
@@ -207,7 +208,7 @@ def profile_command(suite: SuiteName, models: Models = None, data: Data = None, 
     """A look inside ACE: gamma and branch of every tensor, spectra before and after refinement (experts of seed 0)."""
     from dataclasses import asdict
 
-    chosen = open_suite(suite, models, data)
+    chosen = open_suite(suite, models, data, run_generated_code=True)  # none is run here
     from acemerge.bench.profile import profile, profile_table
     from acemerge.bench.show import publish_grids
 

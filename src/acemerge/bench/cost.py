@@ -12,6 +12,7 @@ from typing import Any
 from acemerge.bench.experts import Say
 from acemerge.bench.measured_merge import measured_merge
 from acemerge.bench.suites import Suite
+from acemerge.evaluate.paper import paper_tables
 
 REPEATS = 3
 
@@ -46,13 +47,18 @@ def measure_costs(suite: Suite, methods: Sequence[str], say: Say) -> list[Cost]:
     ]
 
 
-def cost_table(costs: Sequence[Cost]) -> list[list[str]]:
-    """A heading and a line for each method, cheapest first; times also as a ratio to ACE's where that was measured."""
+def cost_table(costs: Sequence[Cost], suite: str) -> list[list[str]]:
+    """A heading and a line for each method, cheapest first; times also as a ratio to ACE's where that was measured.
+
+    The paper's times, on a GPU of theirs, stand beside ours where it has them.
+    """
     by_name = {cost.method: cost.seconds for cost in costs}
-    lines = [["method", "seconds", "of ace", "peak MB"]]
+    theirs = paper_tables().get(suite, {}).get("cost", {})
+    lines = [["method", "seconds", "of ace", "peak MB", *(["paper: seconds", "paper: peak GB"] if theirs else [])]]
     for cost in sorted(costs, key=lambda cost: cost.seconds):
         ratio = f"{cost.seconds / by_name['ace']:.2f}" if "ace" in by_name else ""
-        lines.append(
-            [cost.method, f"{cost.seconds:.2f}", ratio, "" if cost.peak_bytes is None else f"{cost.peak_bytes / 1e6:.0f}"]
-        )
+        peak = "" if cost.peak_bytes is None else f"{cost.peak_bytes / 1e6:.0f}"
+        paper = theirs.get(cost.method, {"seconds": "", "peak_gb": ""})
+        beside = [str(paper["seconds"]), str(paper["peak_gb"])] if theirs else []
+        lines.append([cost.method, f"{cost.seconds:.2f}", ratio, peak, *beside])
     return lines

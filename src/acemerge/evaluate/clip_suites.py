@@ -11,11 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from acemerge.bench.experts import appearing
-from acemerge.bench.packages import cache_folder
 from acemerge.bench.suites import Suite
 from acemerge.bench.task import Prompts, Rows, Task
-from acemerge.bench.text import quiet_transformers
 from acemerge.checkpoint import open_checkpoint
 from acemerge.errors import InputError
 from acemerge.evaluate.clip import ClipDomain
@@ -24,7 +21,6 @@ from acemerge.evaluate.given import GivenExperts, find_model, task_folder
 from acemerge.evaluate.heads import StoredHeads, ZeroShotHeads, prompts_of
 from acemerge.evaluate.open_clip import check_text_side, vision_settings
 from acemerge.evaluate.options import SuiteOptions
-from acemerge.input_hashes import named_sha256
 from acemerge.source import Source, expand_home
 
 _IMAGE = ("image", "img", "jpg", "png", "webp")
@@ -134,22 +130,7 @@ def _hub_suite(name: str, hub: str, _: str, count: int, options: SuiteOptions) -
             f"{clip.path}: not a whole CLIP model (no text_config in config.json); zero-shot heads need its text side"
         )
     domain = ClipDomain(hub, clip.path, ZeroShotHeads(clip.path, options.device), config["vision_config"].get("image_size", 224))
-    given = GivenExperts(_image_encoder(clip), experts)
-    return Suite(name, domain, tasks, given, options.compute(_BATCH), own_heads=False, limit=None)
-
-
-def _image_encoder(clip: Source) -> Source:
-    """A folder of the image encoder alone, which is what was fine-tuned. Made once, kept in the cache."""
-    from transformers import CLIPVisionModel
-
-    digest = "-".join(named_sha256(file)[:12] for file in open_checkpoint(clip.path, clip.short_name).files)
-    folder = cache_folder() / "models" / "clip" / digest / f"{clip.short_name}-vision"
-    if not folder.is_dir():
-        quiet_transformers()
-        with appearing(folder) as staging:
-            encoder: Any = CLIPVisionModel.from_pretrained(clip.path)
-            encoder.save_pretrained(staging)
-    return Source(clip.given, folder, clip.hub_id, clip.revision)
+    return Suite(name, domain, tasks, GivenExperts(clip, experts), options.compute(_BATCH), own_heads=False, limit=None)
 
 
 def _open_clip_suite(name: str, hub: str, open_clip: str, count: int, options: SuiteOptions) -> Suite:
