@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score
 
 import acemerge
+from acemerge.bench.suites import get_suite
 from acemerge.evaluate.clip import ClipDomain
 from acemerge.evaluate.heads import ZeroShotHeads, prompts_of
+from acemerge.evaluate.options import SuiteOptions
 from paper_zoo import LIBRARY, OpenClip, clip_models, open_clip_models, picture_data, pictures
 from running import rows_in, run_command
 
@@ -47,7 +49,7 @@ def data(zoo: Path) -> Data:
 
 
 def pixels(images: list[Image.Image]) -> torch.Tensor:
-    processor = LIBRARY.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = LIBRARY.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     made: torch.Tensor = processor(images=[image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
     return made
 
@@ -122,6 +124,18 @@ def test_evaluate_takes_a_merged_folder_an_expert_and_the_base(
     shown = capsys.readouterr().out
     assert "paper: ace" in shown
     assert "99.5" in shown
+
+
+def test_a_suite_serves_methods_that_look_at_training_rows(zoo: Path, data: Data) -> None:
+    suite = get_suite("clip-vit-b32-8", SuiteOptions(zoo / "models", zoo / "data", ("mnist",)))
+    splits = suite.tasks[0].load()
+    assert (len(splits.train), len(splits.validation)) == (10, 2)
+    prepared = suite.domain.prepare(splits.train.first(4))
+    model = suite.domain.load(suite.folders(0)["mnist"])
+    logits = suite.domain.logits(model, prepared.batch(torch.arange(4)))
+    assert logits.shape == (4, 10)
+    logits.logsumexp(1).sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if name.endswith("q_proj.weight"))
 
 
 def test_the_head_of_a_class_is_the_mean_of_its_prompts(zoo: Path) -> None:

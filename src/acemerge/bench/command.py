@@ -188,13 +188,14 @@ def cost_command(
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "ace,wudi,tsv_m,iso_cts,average",
     models: Models = None,
     data: Data = None,
+    tasks: Tasks = None,
     device: Device = "cpu",
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Time and peak memory of merging, one merge at a time: on one thread, or on all for the paper's suites."""
     from dataclasses import asdict
 
-    chosen = open_suite(suite, models, data, device=device, run_generated_code=True)  # none is run here
+    chosen = open_suite(suite, models, data, tasks, device, run_generated_code=True)  # none is run here
     from acemerge.bench.cost import cost_table, measure_costs
     from acemerge.bench.show import publish_grids
 
@@ -204,11 +205,13 @@ def cost_command(
 
 
 @bench_app.command("profile")
-def profile_command(suite: SuiteName, models: Models = None, data: Data = None, output: Output = DEFAULT_OUTPUT) -> None:
+def profile_command(
+    suite: SuiteName, models: Models = None, data: Data = None, tasks: Tasks = None, output: Output = DEFAULT_OUTPUT
+) -> None:
     """A look inside ACE: gamma and branch of every tensor, spectra before and after refinement (experts of seed 0)."""
     from dataclasses import asdict
 
-    chosen = open_suite(suite, models, data, run_generated_code=True)  # none is run here
+    chosen = open_suite(suite, models, data, tasks, run_generated_code=True)  # none is run here
     from acemerge.bench.profile import profile, profile_table
     from acemerge.bench.show import publish_grids
 
@@ -223,12 +226,13 @@ def premise_command(
     rows: Annotated[int, typer.Option(min=1, help="Held-out rows of each task.")] = 200,
     models: Models = None,
     data: Data = None,
+    tasks: Tasks = None,
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Does a layer's weight change reveal the layer's own inputs? Measured on held-out rows (experts of seed 0)."""
     from dataclasses import asdict
 
-    chosen = open_suite(suite, models, data)
+    chosen = open_suite(suite, models, data, tasks)
     from acemerge.bench.premise import measure_premise, premise_table
     from acemerge.bench.show import publish_grids
 

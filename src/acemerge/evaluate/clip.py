@@ -100,9 +100,6 @@ class ClipDomain:
 
     def prepare(self, rows: Rows) -> PreparedImages:
         """Find the classes' embeddings; pictures wait for their batch."""
-        from transformers import CLIPImageProcessor
-
-        quiet_transformers()
         assert rows.prompts is not None
         classes = self.heads.of(rows.prompts)
         labels = torch.tensor(list(map(int, rows.labels)))
@@ -111,11 +108,18 @@ class ClipDomain:
                 f"{rows.prompts.task}: labels from {int(labels.min())} to {int(labels.max())}, but {len(classes)} classes; these "
                 "are not the data of this task"
             )
-        size = self.image_size
-        processor = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
-        return PreparedImages(rows.inputs, labels, classes, processor)
+        return PreparedImages(rows.inputs, labels, classes, _processor(self.image_size))
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Cosines times the temperature."""
         embedded: Tensor = model(pixel_values=batch["pixel_values"]).image_embeds
         return normalize(embedded) @ batch["classes"].T
+
+
+def _processor(size: int) -> Any:
+    """OpenAI's scaling, cropping and normalisation, by Pillow whether torchvision is there or not: the two scale differently."""
+    import transformers
+
+    by_pillow = "CLIPImageProcessorPil"
+    kind = getattr(transformers, by_pillow if hasattr(transformers, by_pillow) else "CLIPImageProcessor")
+    return kind(size={"shortest_edge": size}, crop_size={"height": size, "width": size})

@@ -27,7 +27,10 @@ _TEXTS_AT_ONCE = 256
 
 @cache
 def prompts_of(task: str) -> Prompts:
-    """Class names in the order of the labels, and templates: those of OpenAI's CLIP, as the hub's experts were trained with."""
+    """Class names in the order of the labels, and templates.
+
+    They are those of OpenAI's CLIP (MIT licence), in FusionBench's order and spelling, with which the hub's experts were trained.
+    """
     found = json.loads((files(__package__) / "prompts.json").read_text(encoding="utf-8"))[task]
     return Prompts(task, tuple(found["classes"]), tuple(found["templates"]))
 
