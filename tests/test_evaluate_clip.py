@@ -134,7 +134,7 @@ def test_a_suite_serves_methods_that_look_at_training_rows(zoo: Path, data: Data
     model = suite.domain.load(suite.folders(0)["mnist"])
     logits = suite.domain.logits(model, prepared.batch(torch.arange(4)))
     assert logits.shape == (4, 10)
-    logits.logsumexp(1).sum().backward()
+    logits.logsumexp(1).sum().backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is not None for name, p in model.named_parameters() if name.endswith("q_proj.weight"))
 
 
