@@ -81,7 +81,7 @@ def test_standard_errors_match_the_spread_over_samples() -> None:
     """Of an accuracy by its formula, and of other metrics about as wide as they really scatter."""
     generator = np.random.default_rng(0)
     found, spread = [], []
-    for _ in range(30):
+    for _ in range(20):
         labels = generator.integers(2, size=400)
         answers = np.where(generator.random(400) < 0.8, labels, 1 - labels)
         score = score_answers("matthews", labels, answers)

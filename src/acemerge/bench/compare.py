@@ -53,8 +53,8 @@ def describe_run(suite: Suite, seeds: Sequence[int], limit: int | None) -> dict[
     }
     if suite.given is None:
         return about
-    given = {"data": {task.name: task.source for task in suite.tasks}, "checkpoints": suite.given.identity(suite.tasks)}
-    return {**{name: value for name, value in about.items() if name != "seeds"}, **given}
+    del about["seeds"]
+    return {**about, **suite.given.identity(suite.tasks)}
 
 
 def _metric(suite: Suite) -> str:

@@ -147,8 +147,8 @@ def _measure_anew(left: Sequence[Job], say: Say, workers: int) -> None:
 def measure(job: Job) -> Result:
     """Merge, evaluate task by task with each expert's own head, keep the result."""
     unfinished = Unfinished(job.file.with_suffix(".unfinished"))
-    report = _make_model(job, unfinished)
-    scores = unfinished.scores
+    report, scores = _make_model(job, unfinished), unfinished.scores
+    unfinished.keep(report, scores)
     for task in job.suite.tasks:
         if task.name not in scores:
             folder = _model_for(job, task, unfinished.folder)
@@ -156,7 +156,8 @@ def measure(job: Job) -> Result:
             unfinished.keep(report, scores)
             if job.suite.given is not None:
                 print(f"  {job.candidate.label}, {task.name}: {100 * scores[task.name].share:.2f}", file=sys.stderr, flush=True)
-    result = Result(job.seed, {task.name: scores[task.name] for task in job.suite.tasks}, report)
+    own_merge = report if job.candidate.model is None else None  # lending heads is no merge
+    result = Result(job.seed, {task.name: scores[task.name] for task in job.suite.tasks}, own_merge)
     _write(job, result)
     shutil.rmtree(unfinished.folder)
     return result

@@ -169,8 +169,11 @@ class Table:
         if per_task:
             parts += ["One model per task, made from shared parts, which is easier than one merged model:"]
             parts += [as_markdown(as_cells(self._in_order(per_task)))]
-        settings = [f"- {row.candidate.label}: {row.hyper_parameters} ({row.candidate.chosen})" for row in others]
-        return "\n\n".join([*parts, "Hyper-parameters:", "\n".join(settings)]) + "\n"
+        merges = [row for row in others if row.hyper_parameters]
+        if merges:
+            settings = [f"- {row.candidate.label}: {row.hyper_parameters} ({row.candidate.chosen})" for row in merges]
+            parts += ["Hyper-parameters:", "\n".join(settings)]
+        return "\n\n".join(parts) + "\n"
 
     def _in_order(self, rows: Sequence[Row]) -> list[Row]:
         return sorted(rows, key=lambda row: -row.average) if self.ranked else list(rows)

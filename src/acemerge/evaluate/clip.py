@@ -65,11 +65,12 @@ class ClipDomain:
         quiet_transformers()
         checkpoint = open_checkpoint(folder, folder.name)
         if is_open_clip(checkpoint.tensors):
-            settings, tensors = vision_settings(checkpoint), vision_tensors(checkpoint)
+            config, tensors = CLIPVisionConfig(**vision_settings(checkpoint)), vision_tensors(checkpoint)
         else:
-            settings, tensors = self._settings(checkpoint), self._tensors(checkpoint)
+            config, tensors = vision_config(checkpoint), self._tensors(checkpoint)
+            config.projection_dim = len(tensors.get(_PROJECTION, ()))
         loaded: Any = CLIPVisionModelWithProjection.from_pretrained(
-            None, config=CLIPVisionConfig(**settings), state_dict=tensors, output_loading_info=True
+            None, config=config, state_dict=tensors, output_loading_info=True
         )
         model, report = loaded
         if report["missing_keys"]:
@@ -77,15 +78,6 @@ class ClipDomain:
             raise InputError(f"{folder}: not a whole CLIP image encoder; it lacks {missing}")
         encoder: nn.Module = model
         return encoder
-
-    def _settings(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        config = checkpoint.config
-        settings = config.get("vision_config", config)
-        if not isinstance(settings, dict) or "hidden_size" not in settings:
-            raise InputError(f"{checkpoint.where}: its config.json describes no CLIP image encoder")
-        projected = config.get("projection_dim") or settings.get("projection_dim")
-        known = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
-        return {**known, "projection_dim": projected}
 
     def _tensors(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """With or without the prefix; a whole CLIP's text side is left out."""
@@ -114,6 +106,18 @@ class ClipDomain:
         """Cosines times the temperature."""
         embedded: Tensor = model(pixel_values=batch["pixel_values"]).image_embeds
         return normalize(embedded) @ batch["classes"].T
+
+
+def vision_config(checkpoint: Checkpoint) -> Any:
+    """Of an image encoder, or of a whole CLIP's."""
+    from transformers import CLIPVisionConfig
+
+    if not str(checkpoint.config.get("model_type", "")).startswith("clip"):
+        raise InputError(f"{checkpoint.where}: its config.json describes no CLIP model")
+    assert checkpoint.folder is not None  # where its config.json is
+    config: Any = CLIPVisionConfig.from_pretrained(checkpoint.folder)
+    config.dtype = None  # weights are read as float32
+    return config
 
 
 def _processor(size: int) -> Any:

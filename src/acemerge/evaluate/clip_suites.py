@@ -15,7 +15,7 @@ from acemerge.bench.suites import Suite
 from acemerge.bench.task import Prompts, Rows, Task
 from acemerge.checkpoint import open_checkpoint
 from acemerge.errors import InputError
-from acemerge.evaluate.clip import ClipDomain
+from acemerge.evaluate.clip import ClipDomain, vision_config
 from acemerge.evaluate.data import Column, DataSource, LazySplits, find_column
 from acemerge.evaluate.given import GivenExperts, find_model, task_folder
 from acemerge.evaluate.heads import StoredHeads, ZeroShotHeads, prompts_of
@@ -117,19 +117,17 @@ def _cell(column: str, row: Any) -> Any:
 
 def _hub_suite(name: str, hub: str, _: str, count: int, options: SuiteOptions) -> Suite:
     tasks = _tasks(count, name, options, digits=False)
-    clip = find_model(options.models, ("base", hub), f"openai/{hub}", offline=options.offline)
+    clip = find_model(options.models, ("base", hub), f"openai/{hub}")
     experts = {}
     for task in tasks:
         hub_expert = f"{hub}_{next(v.hub_expert for v in _TASKS if v.name == task.name)}"
-        experts[task.name] = find_model(
-            options.models, (task.name, hub_expert), f"tanganke/{hub_expert}", offline=options.offline
-        )
-    config = open_checkpoint(clip.path, clip.short_name).config
-    if "text_config" not in config:
+        experts[task.name] = find_model(options.models, (task.name, hub_expert), f"tanganke/{hub_expert}")
+    opened = open_checkpoint(clip.path, clip.short_name)
+    if "text_config" not in opened.config:
         raise InputError(
             f"{clip.path}: not a whole CLIP model (no text_config in config.json); zero-shot heads need its text side"
         )
-    domain = ClipDomain(hub, clip.path, ZeroShotHeads(clip.path, options.device), config["vision_config"].get("image_size", 224))
+    domain = ClipDomain(hub, clip.path, ZeroShotHeads(clip.path, options.device), vision_config(opened).image_size)
     return Suite(name, domain, tasks, GivenExperts(clip, experts), options.compute(_BATCH), own_heads=False, limit=None)
 
 
@@ -145,7 +143,7 @@ def _open_clip_suite(name: str, hub: str, open_clip: str, count: int, options: S
     base = open_checkpoint(given.base, "base")
     for task in tasks:
         check_text_side(base, open_checkpoint(given.folder(task), task.name))
-    heads = StoredHeads(root, names, _TextSide(options.models, hub, options.device, options.offline))
+    heads = StoredHeads(root, names, _TextSide(options.models, hub, options.device))
     domain = ClipDomain(open_clip, None, heads, vision_settings(base)["image_size"])
     return Suite(name, domain, tasks, given, options.compute(_BATCH), own_heads=False, limit=None)
 
@@ -164,10 +162,9 @@ class _TextSide:
     models: Path
     hub: str
     device: str
-    offline: bool
 
     def of(self, prompts: Prompts) -> Any:
         """See `Heads`."""
         local = expand_home(self.models) / self.hub
-        clip = find_model(self.models if local.is_dir() else None, (self.hub,), f"openai/{self.hub}", offline=self.offline)
+        clip = find_model(self.models if local.is_dir() else None, (self.hub,), f"openai/{self.hub}")
         return ZeroShotHeads(clip.path, self.device).of(prompts)

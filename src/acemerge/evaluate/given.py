@@ -49,10 +49,10 @@ def _hashes(path: Path) -> dict[str, str]:
     return {file.name: named_sha256(file) for file in open_checkpoint(path, path.name).files}
 
 
-def find_model(models: Path | None, places: Sequence[str], hub_id: str, *, offline: bool) -> Source:
+def find_model(models: Path | None, places: Sequence[str], hub_id: str) -> Source:
     """The first of these places in the folder of models that holds weights; without such a folder, the hub's model."""
     if models is None:
-        return resolve_source(hub_id, offline=offline)
+        return resolve_source(hub_id)
     models = expand_home(models)
     if not models.is_dir():
         raise InputError(f"--models {models}: no such folder")

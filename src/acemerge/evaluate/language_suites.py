@@ -36,12 +36,9 @@ def gpt2_suite(mnli: str, name: str, options: SuiteOptions) -> Suite:
         source = DataSource(GLUE, task.name, task_folder(options.data, task.name))
         split = mnli if task.test_split == MATCHED else task.test_split
         tasks.append(Task(task.name, task.classes, partial(glue_splits, task, source, split), f"{source.name}, {split}"))
-    base = find_model(options.models, ("base", "gpt2"), "openai-community/gpt2", offline=options.offline)
+    base = find_model(options.models, ("base", "gpt2"), "openai-community/gpt2")
     experts = {
-        task.name: find_model(
-            options.models, (task.name, f"gpt2_{task.name}"), f"tanganke/gpt2_{task.name}", offline=options.offline
-        )
-        for task in tasks
+        task.name: find_model(options.models, (task.name, f"gpt2_{task.name}"), f"tanganke/gpt2_{task.name}") for task in tasks
     }
     domain = ClassifierDomain("gpt2-glue", base.path, _GPT2_LONGEST)
     return Suite(name, domain, tuple(tasks), GivenExperts(base, experts), options.compute(_BATCH), limit=None)
@@ -69,29 +66,30 @@ def roberta_suite(size: str, name: str, options: SuiteOptions) -> Suite:
 def _roberta_base(model: str, options: SuiteOptions) -> Source:
     """Its own folder among the models, else the hub's: Twin-Merging's release has the experts alone."""
     here = options.models is not None and any((expand_home(options.models) / place).is_dir() for place in ("base", model))
-    return find_model(options.models if here else None, ("base", model), f"FacebookAI/{model}", offline=options.offline)
+    return find_model(options.models if here else None, ("base", model), f"FacebookAI/{model}")
 
 
 def _roberta_expert(model: str, task: str, options: SuiteOptions) -> Source:
     inner = f"{task}/{model}_lr1e-05"
     places = (task, inner, f"roberta/{inner}", f"{model}/{inner}", f"{model.replace('-', '_')}/{inner}")
     if options.models is not None:
-        return find_model(options.models, places, f"lu-vae/roberta-glue ({inner})", offline=True)
-    return _roberta_from_hub(model, inner, places, options)
+        return find_model(options.models, places, f"lu-vae/roberta-glue ({inner})")
+    return _roberta_from_hub(model, inner, places)
 
 
-def _roberta_from_hub(model: str, inner: str, places: tuple[str, ...], options: SuiteOptions) -> Source:
+def _roberta_from_hub(model: str, inner: str, places: tuple[str, ...]) -> Source:
     from huggingface_hub import constants, snapshot_download
 
-    offline = options.offline or constants.HF_HUB_OFFLINE
     try:
-        root = Path(snapshot_download("lu-vae/roberta-glue", allow_patterns=[f"*{inner}/*"], local_files_only=offline))
+        root = Path(
+            snapshot_download("lu-vae/roberta-glue", allow_patterns=[f"*{inner}/*"], local_files_only=constants.HF_HUB_OFFLINE)
+        )
     except Exception as error:  # the hub client raises a dozen unrelated types
         raise InputError(
             f"lu-vae/roberta-glue: could not be fetched ({type(error).__name__}); give --models, or go online"
         ) from None
     try:
-        found = find_model(root, places, f"lu-vae/roberta-glue ({inner})", offline=True)
+        found = find_model(root, places, f"lu-vae/roberta-glue ({inner})")
     except InputError:
         raise InputError(
             f"lu-vae/roberta-glue: has no {inner}; get the experts of {model} from Twin-Merging's authors, and give --models"
@@ -153,9 +151,9 @@ def llama_suite(name: str, options: SuiteOptions) -> Suite:
     judge, source = harness_judge(wanted, options)
     tasks = tuple(Task(task.name, (), partial(_no_rows, task.name), source, taught=task.expert) for task in wanted)
     hub = "Llama-3.2-3B-Instruct"
-    base = find_model(options.models, ("base", hub), f"meta-llama/{hub}", offline=options.offline)
+    base = find_model(options.models, ("base", hub), f"meta-llama/{hub}")
     experts = {
-        expert: find_model(options.models, (expert, f"{hub}_{expert}"), f"MergeBench/{hub}_{expert}", offline=options.offline)
+        expert: find_model(options.models, (expert, f"{hub}_{expert}"), f"MergeBench/{hub}_{expert}")
         for expert in dict.fromkeys(task.expert for task in tasks)
     }
     # Some experts have a larger vocabulary than the base.

@@ -35,7 +35,6 @@ class SuiteOptions:
     device: str = "cpu"
     batch_size: int | None = None
     run_generated_code: bool = False
-    offline: bool = False
 
     def compute(self, batch_size: int) -> Compute:
         """One process with all its threads, which suits large models and a GPU; the batch size unless one was given."""
