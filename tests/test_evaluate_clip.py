@@ -122,6 +122,12 @@ def test_evaluate_takes_a_merged_folder_an_expert_and_the_base(
         assert run_command(monkeypatch, "evaluate", zoo / "models" / model, *where) == 0
         score = rows_in(tmp_path / f"{model}-clip-vit-b32-8.json")[model]["scores"]["mnist"]
         assert score == plain_accuracy(clip, load_file(zoo / "models" / model / "model.safetensors"), "mnist", data)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "base").symlink_to(clip)
+    where[5] = alone  # the experts are not needed, so they need not be there
+    assert run_command(monkeypatch, "evaluate", zoo / "models" / "base", *where, "--limit", 5) == 0
+    assert run_command(monkeypatch, "evaluate", zoo / "models" / "base", *where, "--limit", 5, "--with-experts") == 2
     shown = capsys.readouterr().out
     assert "paper: ace" in shown
     assert "99.5" in shown
@@ -227,6 +233,6 @@ def test_open_clip_files_that_do_not_fit_are_refused(
         torch.save({"weight": torch.zeros(3, 8)}, place / "head_MNISTVal.pt")
     else:
         (place / "MNISTVal" / "nonlinear_finetuned.pt").unlink()
-    where = ["--suite", "clip-vit-b32-8", "--tasks", "mnist", "--models", tmp_path, "--data", zoo / "data"]
-    assert run_command(monkeypatch, "evaluate", place / "MNISTVal" / "nonlinear_zeroshot.pt", *where) == 2
+    where = ["--tasks", "mnist", "--models", tmp_path, "--data", zoo / "data"]
+    assert run_command(monkeypatch, "bench", "clip-vit-b32-8", "--methods", "average", *where) == 2
     assert message in capsys.readouterr().err

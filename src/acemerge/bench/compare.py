@@ -39,8 +39,8 @@ def rows_of(suite: Suite, candidates: Sequence[Candidate], seeds: Sequence[int],
     return tuple(rows[candidate.label] for candidate in candidates)
 
 
-def describe_run(suite: Suite, seeds: Sequence[int], limit: int | None) -> dict[str, Any]:
-    """What is needed to repeat the run."""
+def describe_run(suite: Suite, seeds: Sequence[int], limit: int | None, with_experts: bool = True) -> dict[str, Any]:
+    """What is needed to repeat the run; with the hashes of the experts, if they were given and have a part in it."""
     about = {
         "suite": suite.name,
         "seeds": ", ".join(map(str, seeds)),
@@ -54,7 +54,7 @@ def describe_run(suite: Suite, seeds: Sequence[int], limit: int | None) -> dict[
     if suite.given is None:
         return about
     del about["seeds"]
-    return {**about, **suite.given.identity(suite.tasks)}
+    return {**about, **(suite.given.identity(suite.tasks) if with_experts else {})}
 
 
 def _metric(suite: Suite) -> str:

@@ -120,8 +120,10 @@ def _source(method: str | None) -> str:
 
 @cache
 def model_hashes(model: Path) -> dict[str, str]:
-    """sha256 of every file of weights, by its name."""
-    return {file.name: named_sha256(file) for file in open_checkpoint(model, model.name).files}
+    """sha256 of every file of weights by its name, of heads and of tasks' parts too."""
+    hashes = {file.name: named_sha256(file) for file in open_checkpoint(model, model.name).files}
+    beside = sorted(model.glob("*/**/*.safetensors")) if model.is_dir() else []
+    return hashes | {str(file.relative_to(model)): named_sha256(file) for file in beside}
 
 
 def measure_all(jobs: Sequence[Job], say: Say, workers: int | None = None) -> list[Result]:

@@ -59,8 +59,10 @@ class Suite:
         return {task.expert: experts.folder(task) for task in self.tasks}
 
     def prepare(self, seeds: Sequence[int], say: Say) -> None:
-        """Train what is to be trained here and is not there yet."""
-        if self.given is None:
+        """Find the experts that were given; train those that are to be trained here and are not there yet."""
+        if self.given is not None:
+            self.folders(0)
+        else:
             tasks = [cast(TrainedTask, task) for task in self.tasks]
             prepare_experts(cast(TrainableDomain, self.domain), tasks, seeds, say, self.compute.workers)
 

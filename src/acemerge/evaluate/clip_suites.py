@@ -121,7 +121,7 @@ def _hub_suite(name: str, hub: str, _: str, count: int, options: SuiteOptions) -
     experts = {}
     for task in tasks:
         hub_expert = f"{hub}_{next(v.hub_expert for v in _TASKS if v.name == task.name)}"
-        experts[task.name] = find_model(options.models, (task.name, hub_expert), f"tanganke/{hub_expert}")
+        experts[task.name] = partial(find_model, options.models, (task.name, hub_expert), f"tanganke/{hub_expert}")
     opened = open_checkpoint(clip.path, clip.short_name)
     if "text_config" not in opened.config:
         raise InputError(
@@ -136,15 +136,10 @@ def _open_clip_suite(name: str, hub: str, open_clip: str, count: int, options: S
     root = expand_home(options.models) / open_clip
     tasks = _tasks(count, name, options, digits=True)
     names = {vision.name: vision.open_clip for vision in _TASKS}
-    given = GivenExperts(
-        _file(root, names[tasks[0].name], "nonlinear_zeroshot"),
-        {task.name: _file(root, names[task.name], "nonlinear_finetuned") for task in tasks},
-    )
-    base = open_checkpoint(given.base, "base")
-    for task in tasks:
-        check_text_side(base, open_checkpoint(given.folder(task), task.name))
+    base = _file(root, names[tasks[0].name], "nonlinear_zeroshot")
+    given = GivenExperts(base, {task.name: partial(_fine_tuned, root, names[task.name], base.path) for task in tasks})
     heads = StoredHeads(root, names, _TextSide(options.models, hub, options.device))
-    domain = ClipDomain(open_clip, None, heads, vision_settings(base)["image_size"])
+    domain = ClipDomain(open_clip, None, heads, vision_settings(open_checkpoint(base.path, "base"))["image_size"])
     return Suite(name, domain, tasks, given, options.compute(_BATCH), own_heads=False, limit=None)
 
 
@@ -153,6 +148,12 @@ def _file(root: Path, task: str, stem: str) -> Source:
     if not file.is_file():
         raise InputError(f"{file}: missing; download TSV-M's checkpoints of {root.name}, or choose other tasks with --tasks")
     return Source(str(file), file)
+
+
+def _fine_tuned(root: Path, task: str, base: Path) -> Source:
+    source = _file(root, task, "nonlinear_finetuned")
+    check_text_side(open_checkpoint(base, "base"), open_checkpoint(source.path, task))
+    return source
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,13 @@ class GivenExperts:
     """See `ExpertFolders`."""
 
     base_source: Source
-    sources: Mapping[str, Source]
-    """By expert."""
+    find: Mapping[str, Callable[[], Source]]
+    """By expert. They are looked for, and fetched, when they are first asked for: a model that is there needs none of them."""
+
+    @cached_property
+    def sources(self) -> dict[str, Source]:
+        """By expert."""
+        return {expert: find() for expert, find in self.find.items()}
 
     @property
     def base(self) -> Path:

@@ -38,7 +38,8 @@ def gpt2_suite(mnli: str, name: str, options: SuiteOptions) -> Suite:
         tasks.append(Task(task.name, task.classes, partial(glue_splits, task, source, split), f"{source.name}, {split}"))
     base = find_model(options.models, ("base", "gpt2"), "openai-community/gpt2")
     experts = {
-        task.name: find_model(options.models, (task.name, f"gpt2_{task.name}"), f"tanganke/gpt2_{task.name}") for task in tasks
+        task.name: partial(find_model, options.models, (task.name, f"gpt2_{task.name}"), f"tanganke/gpt2_{task.name}")
+        for task in tasks
     }
     domain = ClassifierDomain("gpt2-glue", base.path, _GPT2_LONGEST)
     return Suite(name, domain, tuple(tasks), GivenExperts(base, experts), options.compute(_BATCH), limit=None)
@@ -57,7 +58,7 @@ def roberta_suite(size: str, name: str, options: SuiteOptions) -> Suite:
         tasks.append(Task(task.name, task.classes, splits, _twin_source(data / "test.json"), metric=task.metric))
     model = f"roberta-{size}"
     base = _roberta_base(model, options)
-    experts = {task.name: _roberta_expert(model, task.name, options) for task in tasks}
+    experts = {task.name: partial(_roberta_expert, model, task.name, options) for task in tasks}
     domain = ClassifierDomain(f"{model}-glue", base.path, _ROBERTA_LONGEST)
     given = GivenExperts(base, experts)
     return Suite(name, domain, tuple(tasks), given, options.compute(_BATCH), normalised=True, limit=None)
@@ -153,7 +154,7 @@ def llama_suite(name: str, options: SuiteOptions) -> Suite:
     hub = "Llama-3.2-3B-Instruct"
     base = find_model(options.models, ("base", hub), f"meta-llama/{hub}")
     experts = {
-        expert: find_model(options.models, (expert, f"{hub}_{expert}"), f"MergeBench/{hub}_{expert}")
+        expert: partial(find_model, options.models, (expert, f"{hub}_{expert}"), f"MergeBench/{hub}_{expert}")
         for expert in dict.fromkeys(task.expert for task in tasks)
     }
     # Some experts have a larger vocabulary than the base.

@@ -20,7 +20,8 @@ def evaluate_model(suite: Suite, model: Source, limit: int | None, with_experts:
     """The table of one model, with the paper's rows below it. `with_experts`: also what share of the experts' scores is left."""
     _check_heads(suite, model.path)
     job = Job(suite, Candidate(model.short_name, model=model.path), 0, limit)
-    if job.needs_experts or with_experts:
+    needs_experts = job.needs_experts or with_experts
+    if needs_experts:
         suite.prepare([0], say)
     else:
         replace(suite, tasks=()).prepare([0], say)  # the base alone, for its tokenizer
@@ -28,7 +29,8 @@ def evaluate_model(suite: Suite, model: Source, limit: int | None, with_experts:
     result, *experts = measure_all(jobs, say, workers=1)
     row = Row(job.candidate, (result,), tuple(experts) or None)
     rows = [row, *(Row(EXPERTS, (found,), (found,)) for found in experts)]
-    about = {"model": {"name": model.public_name, "sha256": model_hashes(model.path)}, **describe_run(suite, [0], limit)}
+    about = {"model": {"name": model.public_name, "sha256": model_hashes(model.path)}}
+    about |= {**describe_run(suite, [0], limit, needs_experts), "data": {task.name: task.source for task in suite.tasks}}
     others = rows_in_paper(suite, "main")
     return Table(f"{model.short_name} on {suite.name}", about, tuple(rows), normalised=with_experts, others=others)
 
