@@ -17,7 +17,7 @@ from acemerge.bench import command, suites
 from acemerge.bench.analyses import ANALYSES
 from acemerge.bench.command import SUITES
 from acemerge.bench.compare import default_methods
-from acemerge.bench.evaluation import Accuracy, batches_of_like_length
+from acemerge.bench.evaluation import batches_of_like_length
 from acemerge.bench.experts import TRAINED, Experts, prepare_experts, shuffled_batches, train_expert
 from acemerge.bench.premise import measure_premise, premise_table
 from acemerge.bench.profile import profile, profile_table
@@ -26,8 +26,10 @@ from acemerge.bench.tables import Row, Table
 from acemerge.bench.task import Rows, split
 from acemerge.checkpoint import open_checkpoint
 from acemerge.cli import main
+from acemerge.evaluate.metrics import Accuracy
+from acemerge.evaluate.suites import PAPER_SUITES
 from acemerge.methods import all_methods
-from tiny_bench import SUITE
+from tiny_bench import DOMAIN, SUITE, TASKS
 
 
 def say(message: str) -> None:
@@ -42,16 +44,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("ACEMERGE_CACHE", str(folder))
         experts = Experts(SUITE.domain, 0)
         experts.base.mkdir(parents=True)
-        SUITE.domain.write_base(experts.base)
-        for task in SUITE.tasks:
-            train_expert(SUITE.domain, task, 0)
+        DOMAIN.write_base(experts.base)
+        for task in TASKS:
+            train_expert(DOMAIN, task, 0)
         yield folder
 
 
 def test_experts_are_ordinary_folders_that_know_their_task(cache: Path) -> None:
     experts = Experts(SUITE.domain, 0)
     result = measure(Job(SUITE, EXPERTS, 0, 100))
-    assert all(accuracy.share > 0.9 for accuracy in result.accuracy.values()), result.accuracy
+    assert all(score.share > 0.9 for score in result.scores.values()), result.scores
     for task in SUITE.tasks:
         names = open_checkpoint(experts.folder(task), task.name).tensors
         assert "classifier.weight" in names
@@ -60,18 +62,18 @@ def test_experts_are_ordinary_folders_that_know_their_task(cache: Path) -> None:
 
 
 def test_training_is_deterministic_by_seed(cache: Path) -> None:
-    task = SUITE.tasks[0]
+    task = TASKS[0]
     weights = Experts(SUITE.domain, 0).folder(task) / "model.safetensors"
     before = weights.read_bytes()
-    train_expert(SUITE.domain, task, 0)
+    train_expert(DOMAIN, task, 0)
     assert weights.read_bytes() == before
-    train_expert(SUITE.domain, task, 1)
+    train_expert(DOMAIN, task, 1)
     assert (Experts(SUITE.domain, 1).folder(task) / "model.safetensors").read_bytes() != before
 
 
 def test_what_is_trained_is_not_trained_again(cache: Path) -> None:
     said: list[str] = []
-    prepare_experts(SUITE.domain, SUITE.tasks, [0], said.append)
+    prepare_experts(DOMAIN, TASKS, [0], said.append)
     assert said == []
 
 
@@ -80,7 +82,7 @@ def test_bench_merges_evaluates_and_keeps_results(cache: Path) -> None:
     merges = [Candidate(name, {"method": name}) for name in ("ace", "emr")]
     jobs = [Job(SUITE, candidate, 0, 60) for candidate in (EXPERTS, BASE, *merges)]
     said: list[str] = []
-    results = measure_all(jobs, said.append, workers=1)
+    results = measure_all(jobs, said.append)
     experts, base, ace, emr = results
     assert len(said) == 1 + len(jobs)
     assert ace.average > base.average
@@ -149,7 +151,7 @@ def test_a_table_takes_means_over_seeds() -> None:
 
     experts = (result(0, 80, 100), result(1, 90, 100))
     row = Row(Candidate("x", {"method": "ace"}), (result(0, 40, 100), result(1, 45, 50)), experts)
-    assert row.accuracy("a") == pytest.approx(0.425)
+    assert row.score("a") == pytest.approx(0.425)
     assert row.average == pytest.approx((0.4 + 0.5 + 0.45 + 0.25) / 4)
     assert row.normalised == pytest.approx((0.5 + 1.0 + 0.5 + 0.5) / 4)
     by_rows = ((0.24 / 100 + 0.25 / 200) + (0.2475 / 100 + 0.1875 / 200)) / 2 / 4
@@ -176,6 +178,7 @@ def test_splits_keep_test_rows_out_of_training() -> None:
 
 def test_commands_and_suites_go_together() -> None:
     assert set(SUITES) == set(suites._SUITES)
+    assert set(command.PAPER_SUITES) == set(PAPER_SUITES)
     assert set(command.ANALYSES) == set(ANALYSES)
     names = {task.name for name in SUITES for task in suites.get_suite(name).tasks if name.startswith("text")}
     assert len(names) == 14

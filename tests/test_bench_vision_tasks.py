@@ -19,7 +19,7 @@ from PIL import Image
 
 from acemerge.bench import vision_quickdraw, vision_tasks
 from acemerge.bench.packages import Package
-from acemerge.bench.task import Splits
+from acemerge.bench.task import SplitRows
 from acemerge.bench.vision_quickdraw import GROUPS, load_group
 from acemerge.bench.vision_tasks import EMOJI_CLASSES, EMOJI_VENDORS, GROCERY_CLASSES, TASKS
 
@@ -68,7 +68,7 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     return stream.getvalue()
 
 
-def everything(splits: Splits) -> dict[bytes, int]:
+def everything(splits: SplitRows) -> dict[bytes, float]:
     """Every picture's label; pictures must be on one side of the split only."""
     parts = [{image.tobytes(): label for image, label in zip(rows.inputs, rows.labels, strict=True)}
              for rows in (splits.train, splits.validation, splits.test)]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from acemerge.bench.suites import Suite
-from acemerge.bench.task import Rows, Splits, Task, split
+from acemerge.bench.task import Rows, Splits, TrainedTask, split
 from acemerge.bench.text import PreparedTexts, TextDomain
 
 WORDS = 24
@@ -52,8 +52,10 @@ def load_which_word(one: int, other: int) -> Splits:
     return split(Rows(rows, [index % 2 for index in range(500)]), test_rows=100, validation_rows=40)
 
 
-def _task(name: str, one: int, other: int) -> Task:
-    return Task(name, ("other", "one"), partial(load_which_word, one, other), "none", 320, 16, 1e-3, epochs=3)
+def _task(name: str, one: int, other: int) -> TrainedTask:
+    return TrainedTask(name, ("other", "one"), partial(load_which_word, one, other), "none", 320, 16, 1e-3, epochs=3)
 
 
-SUITE = Suite("tiny-3", TinyDomain(), (_task("first", 1, 2), _task("second", 3, 4), _task("third", 5, 6)))
+DOMAIN = TinyDomain()
+TASKS = (_task("first", 1, 2), _task("second", 3, 4), _task("third", 5, 6))
+SUITE = Suite("tiny-3", DOMAIN, TASKS)

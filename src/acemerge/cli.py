@@ -17,6 +17,7 @@ from acemerge.arguments import recipe_from
 from acemerge.bench.command import bench_app, demo_command
 from acemerge.diagnosis.command import diagnose_command
 from acemerge.errors import AcemergeError, MergeError, PreflightError
+from acemerge.evaluate.command import evaluate_command
 from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
 from acemerge.report.command import report_command
 
@@ -40,6 +41,7 @@ app.add_typer(bench_app)
 app.command("demo")(demo_command)
 app.command("diagnose")(diagnose_command)
 app.command("report")(report_command)
+app.command("evaluate")(evaluate_command)
 
 Models = Annotated[
     list[str],

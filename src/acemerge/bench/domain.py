@@ -1,4 +1,4 @@
-"""A domain: what differs between text and pictures. Training, merging, evaluation and tables are the same for both."""
+"""A domain: what differs between kinds of model and data. Training, merging, evaluation and tables are the same for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Prepared(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """[row], long."""
+        """[row], long; numbers for a regression."""
 
     @property
     def lengths(self) -> Tensor:
@@ -29,10 +29,24 @@ class Prepared(Protocol):
 
 
 class Domain(Protocol):
-    """How to make a base, an expert and its answers."""
+    """How a model of one kind is loaded and asked."""
 
-    name: str
-    """A folder of the cache is called so."""
+    @property
+    def name(self) -> str:
+        """A folder of the cache is called so."""
+
+    def load(self, folder: Path) -> nn.Module:
+        """A model with its head, from a folder of an expert or one that `acemerge task` wrote."""
+
+    def prepare(self, rows: Rows) -> Prepared:
+        """Make rows ready."""
+
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """[row, class]; [row, 1] for a regression."""
+
+
+class TrainableDomain(Domain, Protocol):
+    """One whose base and experts are made here."""
 
     def write_base(self, folder: Path) -> None:
         """Write the pretrained base as an ordinary folder that `acemerge merge` takes. The folder exists and is empty."""
@@ -40,14 +54,5 @@ class Domain(Protocol):
     def new_expert(self, base: Path, task: Task) -> nn.Module:
         """The base with a new head, whose parameters' names begin with HEAD. Random numbers are torch's global ones."""
 
-    def load(self, folder: Path) -> nn.Module:
-        """A model with its head, from a folder that `save` or `acemerge task` wrote."""
-
     def save(self, model: nn.Module, folder: Path) -> None:
         """The inverse of `load`: config.json, model.safetensors and whatever else belongs to such a folder."""
-
-    def prepare(self, rows: Rows) -> Prepared:
-        """Make rows ready."""
-
-    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[row, class]."""

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from acemerge.bench.domain import HEAD, Domain, Prepared
+from acemerge.bench.domain import HEAD, Domain, Prepared, TrainableDomain
 from acemerge.bench.packages import cache_folder
 from acemerge.bench.side_by_side import WORKERS, run_side_by_side
-from acemerge.bench.task import Task
+from acemerge.bench.task import Task, TrainedTask
 
 HEAD_LEARNING_RATE = 1e-3
 WARM_UP = 0.1
@@ -49,8 +49,15 @@ class Experts:
         """One expert's folder. It is called as its task, which names the expert in a merge."""
         return cache_folder() / "models" / self.domain.name / f"seed-{self.seed}" / task.name
 
+    def identity(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+        """How these tasks' experts were trained: what is trained alike is the same."""
+        records = [json.loads((self.folder(task) / TRAINED).read_text(encoding="utf-8")) for task in tasks]
+        return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
 
-def prepare_experts(domain: Domain, tasks: Sequence[Task], seeds: Sequence[int], say: Say, workers: int = WORKERS) -> None:
+
+def prepare_experts(
+    domain: TrainableDomain, tasks: Sequence[TrainedTask], seeds: Sequence[int], say: Say, workers: int = WORKERS
+) -> None:
     """Write the base and train every expert that is not there yet."""
     base = Experts(domain, 0).base
     if not base.is_dir():
@@ -71,7 +78,7 @@ def prepare_experts(domain: Domain, tasks: Sequence[Task], seeds: Sequence[int],
         )
 
 
-def _settings(task: Task, seed: int) -> dict[str, Any]:
+def _settings(task: TrainedTask, seed: int) -> dict[str, Any]:
     return {
         "task": task.name,
         "source": task.source,
@@ -84,13 +91,13 @@ def _settings(task: Task, seed: int) -> dict[str, Any]:
     }
 
 
-def _is_trained(folder: Path, task: Task, seed: int) -> bool:
+def _is_trained(folder: Path, task: TrainedTask, seed: int) -> bool:
     """Whether the expert is there and was trained with these settings."""
     record = folder / TRAINED
     return record.is_file() and _settings(task, seed).items() <= json.loads(record.read_text()).items()
 
 
-def train_expert(domain: Domain, task: Task, seed: int) -> dict[str, Any]:
+def train_expert(domain: TrainableDomain, task: TrainedTask, seed: int) -> dict[str, Any]:
     """Fine-tune the whole base and a new head, and save the folder. Deterministic by seed, for one thread."""
     started = time.monotonic()
     experts = Experts(domain, seed)
@@ -110,7 +117,7 @@ def train_expert(domain: Domain, task: Task, seed: int) -> dict[str, Any]:
     return record
 
 
-def fine_tune(domain: Domain, model: nn.Module, rows: Prepared, task: Task, seed: int) -> list[float]:
+def fine_tune(domain: Domain, model: nn.Module, rows: Prepared, task: TrainedTask, seed: int) -> list[float]:
     """AdamW with warm-up and linear decay; returns the loss of every step."""
     generator = torch.Generator().manual_seed(seed)
     batches = [batch for _ in range(task.epochs) for batch in shuffled_batches(rows.lengths, task.batch_size, generator)]

@@ -11,6 +11,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from acemerge.bench.evaluation import HERE, Compute
+
 _STATUS = Path("/proc/self/status")
 
 
@@ -26,18 +28,24 @@ class MergeReport:
     warnings: int
 
 
-def measured_merge(base: Path, experts: Mapping[str, Path], output: Path, request: Mapping[str, Any]) -> MergeReport:
-    """`acemerge.merge` with these keywords, in a new process with one thread."""
+def measured_merge(
+    base: Path, experts: Mapping[str, Path], output: Path, request: Mapping[str, Any], compute: Compute = HERE
+) -> MergeReport:
+    """`acemerge.merge` with these keywords, in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_merge, base, experts, output, request).result()
+        return pool.submit(merge_here, base, experts, output, request, compute).result()
 
 
-def _merge(base: Path, experts: Mapping[str, Path], output: Path, request: Mapping[str, Any]) -> MergeReport:
+def merge_here(
+    base: Path, experts: Mapping[str, Path], output: Path, request: Mapping[str, Any], compute: Compute = HERE
+) -> MergeReport:
+    """The same in this process, where memory that others use is counted too."""
     import torch
 
     import acemerge
 
-    torch.set_num_threads(1)
+    if compute.threads:
+        torch.set_num_threads(compute.threads)
     acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)  # loads what loads lazily
     footprint = _anonymous_memory()
     peak, done = footprint, Event()
@@ -51,7 +59,9 @@ def _merge(base: Path, experts: Mapping[str, Path], output: Path, request: Mappi
     sampler.start()
     started = time.perf_counter()
     try:
-        result = acemerge.merge(base, dict(experts), output, threads=1, overwrite=True, offline=True, **request)
+        result = acemerge.merge(
+            base, dict(experts), output, threads=compute.threads, device=compute.device, overwrite=True, offline=True, **request
+        )
     finally:
         seconds = time.perf_counter() - started
         done.set()

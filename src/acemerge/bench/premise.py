@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from acemerge.bench.domain import Domain, Prepared
 from acemerge.bench.evaluation import batches_of_like_length
-from acemerge.bench.experts import Experts, Say
+from acemerge.bench.experts import Say
 from acemerge.bench.profile import merged_matrices, plan_suite
 from acemerge.bench.suites import Suite
 
@@ -65,7 +65,9 @@ class InputMoments:
 
 
 @torch.inference_mode()
-def input_moments(domain: Domain, model: nn.Module, rows: Prepared, weights: set[str]) -> dict[str, InputMoments]:
+def input_moments(
+    domain: Domain, model: nn.Module, rows: Prepared, weights: set[str], batch_size: int | None = None
+) -> dict[str, InputMoments]:
     """By weight name, the inputs of every linear layer that holds one of these weights. Padding is no input."""
     moments: dict[str, InputMoments] = {}
     real: Tensor | None = None
@@ -85,7 +87,7 @@ def input_moments(domain: Domain, model: nn.Module, rows: Prepared, weights: set
 
     linear = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     handles = [module.register_forward_pre_hook(watch(name)) for name, module in linear.items() if name in weights]
-    for indices in batches_of_like_length(rows.lengths):
+    for indices in batches_of_like_length(rows.lengths, batch_size):
         batch = rows.batch(indices)
         real = batch["attention_mask"].bool() if "attention_mask" in batch else None
         domain.logits(model.eval(), batch)
@@ -102,14 +104,14 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def measure_premise(suite: Suite, seed: int, rows: int, say: Say) -> list[Alignment]:
     """Every matrix of every expert."""
     plan = plan_suite(suite, seed, method="ace")
-    experts = Experts(suite.domain, seed)
+    experts = suite.experts(seed)
     merged = [t for t in plan.tensors if t.action == "merged"]
     names = [{t.name: t.experts[i].name or "" for t in merged} for i in range(len(suite.tasks))]
     moments = []
     for task, own_names in zip(suite.tasks, names, strict=True):
         held_out = suite.domain.prepare(task.load().validation.first(rows))
         model = suite.domain.load(experts.folder(task))
-        moments.append(input_moments(suite.domain, model, held_out, set(own_names.values())))
+        moments.append(input_moments(suite.domain, model, held_out, set(own_names.values()), suite.compute.batch_size))
         say(f"{task.name}: inputs of {len(moments[-1])} layers on {len(held_out.labels)} held-out rows")
     found = []
     for planned, task_vectors in merged_matrices(plan):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acemerge.bench.experts import Experts
 from acemerge.bench.suites import Suite
 from acemerge.methods import get_method
 from acemerge.pipeline import find_sources, make_plan
@@ -45,9 +44,8 @@ class TensorProfile:
 
 def plan_suite(suite: Suite, seed: int, **fields: object) -> Plan:
     """The plan that `acemerge merge` makes for a suite's experts."""
-    experts = Experts(suite.domain, seed)
-    models = [{"model": str(experts.folder(task)), "name": task.name} for task in suite.tasks]
-    recipe = make_recipe({"base": str(experts.base), "experts": models, **fields}, "bench")
+    models = [{"model": str(folder), "name": expert} for expert, folder in suite.folders(seed).items()]
+    recipe = make_recipe({"base": str(suite.experts(seed).base), "experts": models, **suite.merge, **fields}, "bench")
     return make_plan(recipe, find_sources(recipe, offline=True))
 
 

@@ -11,12 +11,14 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table as Grid
 
-from acemerge.bench.tables import Table, as_cells, as_markdown
+from acemerge.bench.tables import Table, as_cells, as_markdown, as_normalised_cells
 
 
 def publish_table(table: Table, folder: Path, name: str) -> None:
     """Print it, and write it as JSON, Markdown and CSV."""
-    print_grid(table.title, as_cells(table.rows))
+    print_grid(table.title, as_cells(table.rows, table.others))
+    if table.normalised:
+        print_grid(f"{table.title}, in percent of the expert's score", as_normalised_cells(table.rows, table.others))
     write(folder, name, {"json": table.to_json(), "md": table.to_markdown(), "csv": table.to_csv()})
 
 

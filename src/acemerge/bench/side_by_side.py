@@ -19,7 +19,13 @@ T = TypeVar("T")
 
 
 def run_side_by_side(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, T]]:
-    """The index and result of each call, as they come. An error or Ctrl-C ends what is under way."""
+    """The index and result of each call, as they come. An error or Ctrl-C ends what is under way.
+
+    One worker is this process itself, with all its threads: for models that fill a machine or a GPU.
+    """
+    if workers == 1:
+        yield from ((index, work(*given)) for index, given in enumerate(arguments))
+        return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start)
     try:
         calls = {pool.submit(work, *given): index for index, given in enumerate(arguments)}

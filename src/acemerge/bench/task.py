@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol
+
+from acemerge.evaluate.metrics import Metric
 
 VALIDATION_ROWS = 400
 SPLIT_SEED = 0
@@ -13,23 +15,51 @@ SPLIT_SEED = 0
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """Classes in words, for models that compare a picture with a text."""
+
+    task: str
+    classes: tuple[str, ...]
+    templates: tuple[str, ...]
+    """Sentences with {} for the class."""
+
+
+@dataclass(frozen=True)
 class Rows:
-    """Inputs (a text, a pair of texts, an image array) and the index of each one's class."""
+    """Inputs (a text, a pair of texts, an image) and the index of each one's class, or a number for a regression."""
 
     inputs: Sequence[Any]
-    labels: Sequence[int]
+    labels: Sequence[float]
+    prompts: Prompts | None = None
+    """Where the classes are given in words, and not by a head of the model."""
 
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def first(self, count: int) -> Rows:
-        """At most so many rows."""
-        return Rows(self.inputs[:count], self.labels[:count])
+    def first(self, count: int | None) -> Rows:
+        """At most so many rows; all without a number."""
+        return Rows(self.inputs[:count], self.labels[:count], self.prompts)
+
+
+class SplitRows(Protocol):
+    """Validation rows are cut from the training rows; nothing is ever chosen by test rows."""
+
+    @property
+    def train(self) -> Rows:
+        """To learn from."""
+
+    @property
+    def validation(self) -> Rows:
+        """To choose by."""
+
+    @property
+    def test(self) -> Rows:
+        """To be measured on."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Validation rows are cut from the training rows; nothing is ever chosen by test rows."""
+    """All three in memory. See `SplitRows`."""
 
     train: Rows
     validation: Rows
@@ -38,14 +68,30 @@ class Splits:
 
 @dataclass(frozen=True)
 class Task:
-    """What an expert learns."""
+    """What an expert is measured on."""
 
     name: str
     classes: tuple[str, ...]
-    load: Callable[[], Splits]
-    """Reads the packages; the same rows in the same order every time."""
+    """Of a classification."""
+    load: Callable[[], SplitRows]
+    """Reads the data; the same rows in the same order every time."""
     source: str
-    """Package and version, for the record."""
+    """Where the data come from, for the record."""
+    _: KW_ONLY
+    metric: Metric = "accuracy"
+    taught: str | None = None
+    """The expert that knows this task, where it is not called as the task."""
+
+    @property
+    def expert(self) -> str:
+        """The name of the expert that knows this task."""
+        return self.taught or self.name
+
+
+@dataclass(frozen=True)
+class TrainedTask(Task):
+    """A task whose expert is trained here, and how long it trains."""
+
     train_rows: int
     batch_size: int
     learning_rate: float

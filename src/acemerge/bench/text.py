@@ -34,6 +34,8 @@ class PreparedTexts:
     tokens: list[list[int]]
     segments: list[list[int]]
     labels: Tensor
+    padding: int = 0
+    """The token that fills short rows up."""
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -45,6 +47,7 @@ class PreparedTexts:
         rows = indices.tolist()
         longest = max(len(self.tokens[row]) for row in rows)
         batch = torch.zeros(3, len(rows), longest, dtype=torch.long)
+        batch[0] = self.padding
         for place, row in enumerate(rows):
             length = len(self.tokens[row])
             batch[0, place, :length] = torch.tensor(self.tokens[row])

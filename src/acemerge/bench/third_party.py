@@ -11,7 +11,7 @@ import io
 import statistics
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 import acemerge
-from acemerge.bench.evaluation import Accuracy, evaluate
-from acemerge.bench.experts import Experts, Say, appearing
+from acemerge.bench.evaluation import evaluate
+from acemerge.bench.experts import Say, appearing
 from acemerge.bench.packages import Package, cache_folder
 from acemerge.bench.suites import Suite
 from acemerge.bench.text import PreparedTexts, TextDomain, quiet_transformers
 from acemerge.bench.text_tasks import load_commits
+from acemerge.evaluate.metrics import Accuracy, Estimate
 
 SRE = Package(
     "python", "sre-embedding-model", "1.0.0", "sre_embedding_model-1.0.0-py3-none-any.whl",
@@ -68,8 +69,8 @@ class ThirdParty:
 
     related: dict[str, float]
     """Of every expert to its base, and of one independent model to another."""
-    without: dict[str, Accuracy]
-    together: dict[str, Accuracy]
+    without: dict[str, Accuracy | Estimate]
+    together: dict[str, Accuracy | Estimate]
     """Accuracy by task of the experts merged without the third-party model, and with it."""
     same_neighbour: dict[str, float]
     """How often a model's nearest sentence is that of the third-party model."""
@@ -77,7 +78,7 @@ class ThirdParty:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         share = {"without": self.without, "together": self.together}
-        accuracy = {name: {task: [a.right, a.rows] for task, a in found.items()} for name, found in share.items()}
+        accuracy = {name: {task: asdict(score) for task, score in found.items()} for name, found in share.items()}
         return {"related": self.related, "accuracy": accuracy, "same_neighbour": self.same_neighbour}
 
     def grids(self) -> list[list[list[str]]]:
@@ -92,8 +93,7 @@ class ThirdParty:
 
 def measure_third_party(suite: Suite, limit: int, say: Say) -> ThirdParty:
     """Merge by ACE with and without the third-party model; test the tasks, and whether its neighbours are found again."""
-    experts = Experts(suite.domain, 0)
-    own = {task.name: experts.folder(task) for task in suite.tasks}
+    experts, own = suite.experts(0), suite.folders(0)
     rows = {task.name: suite.domain.prepare(task.load().test.first(limit)) for task in suite.tasks}
     sentences = TextDomain().prepare(load_commits().validation)
     near_sre = nearest(sre_folder(), sentences)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from acemerge.bench.task import SPLIT_SEED, Rows, Splits, Task, split
+from acemerge.bench.task import SPLIT_SEED, Rows, Splits, TrainedTask, split
 from acemerge.bench.vision_packages import CIFAR10, EMOJI, FASHION, GROCERIES, MNIST, QUICKDRAW, SOLAR
 from acemerge.bench.vision_quickdraw import GROUPS, load_group
 
@@ -169,18 +169,18 @@ def _decode(content: bytes, mode: str, side: int | None = None) -> Picture:
         return np.array(converted)
 
 
-def _drawn(group: str) -> Task:
-    return Task(f"qd_{group}", GROUPS[group], partial(load_group, group), str(QUICKDRAW), 2160, 32, 5e-4, epochs=4)
+def _drawn(group: str) -> TrainedTask:
+    return TrainedTask(f"qd_{group}", GROUPS[group], partial(load_group, group), str(QUICKDRAW), 2160, 32, 5e-4, epochs=4)
 
 
 TASKS = (
-    Task("mnist", tuple("0123456789"), load_mnist, str(MNIST), 2000, 32, 2e-4, epochs=2),
-    Task("fashion", FASHION_CLASSES, load_fashion, str(FASHION), 2000, 32, 2e-4, epochs=2),
-    Task("cifar10", CIFAR_CLASSES, load_cifar10, str(CIFAR10), 2000, 32, 5e-4, epochs=3),
-    Task("digits", tuple("0123456789"), load_digits, "scikit-learn", 1200, 32, 2e-4, epochs=3),
-    Task("emoji", EMOJI_CLASSES, load_emoji, str(EMOJI), 3000, 32, 5e-4, epochs=2),
-    Task("groceries", GROCERY_CLASSES, load_groceries, str(GROCERIES), 632, 32, 5e-4, epochs=8),
-    Task("solar", ("working", "defective"), load_solar, str(SOLAR), 1900, 32, 2e-4, epochs=2),
+    TrainedTask("mnist", tuple("0123456789"), load_mnist, str(MNIST), 2000, 32, 2e-4, epochs=2),
+    TrainedTask("fashion", FASHION_CLASSES, load_fashion, str(FASHION), 2000, 32, 2e-4, epochs=2),
+    TrainedTask("cifar10", CIFAR_CLASSES, load_cifar10, str(CIFAR10), 2000, 32, 5e-4, epochs=3),
+    TrainedTask("digits", tuple("0123456789"), load_digits, "scikit-learn", 1200, 32, 2e-4, epochs=3),
+    TrainedTask("emoji", EMOJI_CLASSES, load_emoji, str(EMOJI), 3000, 32, 5e-4, epochs=2),
+    TrainedTask("groceries", GROCERY_CLASSES, load_groceries, str(GROCERIES), 632, 32, 5e-4, epochs=8),
+    TrainedTask("solar", ("working", "defective"), load_solar, str(SOLAR), 1900, 32, 2e-4, epochs=2),
     *map(_drawn, GROUPS),
 )
 """vision-8, vision-14 and vision-20 are the first so many."""
