@@ -52,6 +52,15 @@ Settings = Annotated[
     list[str],
     typer.Option("-s", "--set", metavar="KEY=VALUE", help="An option of the method, such as epsilon=1e-5; repeatable."),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="SUITE|FOLDER",
+        help="For methods that use data (regmean, fisher, ...): a suite of `acemerge bench`, such as text-8, or a folder with "
+        "a file per expert, <expert>.jsonl or <expert>.safetensors.",
+    ),
+]
 Preset = Annotated[
     str | None,
     typer.Option(help="Which tensors merge: auto (from the base's config), bert, gpt2, llm, t5, vit or generic."),
@@ -107,6 +116,7 @@ def merge_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
     method: MethodName = None,
     settings: Settings = [],  # noqa: B006
+    data: Data = None,
     preset: Preset = None,
     orientation: OrientationName = None,
     missing: Missing = None,
@@ -150,13 +160,15 @@ def merge_command(
 
     [bold]acemerge merge llama lora-a lora-b -o out --as adapter[/]        LoRA adapters into one; without --as, into a full model
 
+    [bold]acemerge merge base a b -o out -m regmean --data rows[/]         a method that uses data: rows/a.jsonl, rows/b.jsonl
+
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
     from acemerge.display import print_result
     from acemerge.pipeline import run_merge
 
-    flags = _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
+    flags = _given(method, data, preset, orientation, missing, dtype, save_as, rank, shard_size)
     if allow_nonfinite:
         flags["allow_nonfinite"] = True
     recipe, relative_to = _recipe(models, settings, flags)
@@ -176,6 +188,7 @@ def plan_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also check that this output can be written.")] = None,
     method: MethodName = None,
     settings: Settings = [],  # noqa: B006
+    data: Data = None,
     preset: Preset = None,
     orientation: OrientationName = None,
     missing: Missing = None,
@@ -189,7 +202,7 @@ def plan_command(
 ) -> None:
     """Show what a merge would do to every tensor, and what it would cost.
 
-    Reads headers only: no tensor data. Reports every problem that the headers can show.
+    Reads headers only: no tensor data. Reports every problem that the headers can show, and those of --data.
     """
     from acemerge.display import print_plan
     from acemerge.pipeline import find_sources, make_plan
@@ -197,11 +210,11 @@ def plan_command(
     from acemerge.staging import check_output
 
     recipe, relative_to = _recipe(
-        models, settings, _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
+        models, settings, _given(method, data, preset, orientation, missing, dtype, save_as, rank, shard_size)
     )
     if output is not None:
         check_output(output, overwrite=False)
-    plan = make_plan(recipe, find_sources(recipe, relative_to, offline))
+    plan = make_plan(recipe, find_sources(recipe, relative_to, offline), relative_to)
     if output is not None and (problems := check_resources(output, plan)):
         raise PreflightError(problems)
     if as_json:
@@ -274,7 +287,7 @@ def task_command(
 
 
 def _given(*values: str | int | None) -> dict[str, Any]:
-    names = ("method", "preset", "orientation", "missing", "dtype", "save_as", "rank", "shard_size")
+    names = ("method", "data", "preset", "orientation", "missing", "dtype", "save_as", "rank", "shard_size")
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
@@ -295,7 +308,7 @@ def _recipe(models: list[str], settings: list[str], flags: dict[str, Any]) -> tu
     else:
         fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, "command line", Path()
     for name in options:
-        if name in ("orientation", "preset", "dtype", "missing"):
+        if name in ("orientation", "preset", "dtype", "missing", "data"):
             raise InputError(f"-s {name}: not an option of a method; use --{name}")
     return make_recipe({**fields, **flags, "options": options}, origin), relative_to
 

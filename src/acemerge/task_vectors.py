@@ -152,7 +152,8 @@ def observed_task_vectors(
 def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, statistics: Any = None) -> Context:
     """What a method may know about the tensor beyond its task vectors."""
     names = tuple(plan.experts[source.expert].name for source in planned.experts)
-    return Context(planned.name, names, _to_method(plan.base.read(planned.name), planned.transposed), statistics, frame)
+    base = _to_method(plan.base.read(planned.name), planned.transposed)
+    return Context(planned.name, names, base, statistics, frame, planned.transposed)
 
 
 def load_task_vectors(

@@ -20,8 +20,8 @@ ALPHAS = (0.25, 0.5, 0.75, 1.0, 1.5)
 
 
 def default_methods(experts: int) -> list[str]:
-    """Every registered method that takes this number of experts."""
-    return [method.name for method in all_methods() if method.experts in (None, experts)]
+    """Every registered method that takes this number of experts and needs their weights alone."""
+    return [method.name for method in all_methods() if method.experts in (None, experts) and method.uses == "weights"]
 
 
 def rows_of(suite: Suite, candidates: Sequence[Candidate], seeds: Sequence[int], limit: int, say: Say) -> tuple[Row, ...]:
@@ -42,6 +42,7 @@ def describe_run(suite: Suite, seeds: Sequence[int], limit: int) -> dict[str, An
         "seeds": ", ".join(map(str, seeds)),
         "test_rows_per_task": f"at most {limit}",
         "metric": "accuracy in percent under each expert's own head; of experts: mean share of each expert's accuracy kept",
+        "data": "none but for rows marked as using data, which see training rows of the tasks without their labels",
         "merged_tensors": "as the preset of the base's model type says; canonical orientation unless stated; heads never",
         "standard_error": "of the average, from the number of test rows and, with several seeds, the spread over seeds",
         "versions": f"acemerge {acemerge.__version__}, torch {torch.__version__}",

@@ -23,6 +23,7 @@ from acemerge.bench.packages import cache_folder
 from acemerge.bench.side_by_side import WORKERS, run_side_by_side
 from acemerge.bench.suites import Suite
 from acemerge.methods import get_method
+from acemerge.methods.registry import Uses
 
 Part = Literal["test", "validation"]
 
@@ -41,6 +42,11 @@ class Candidate:
     def method(self) -> str | None:
         """The merging method, if it is a merge."""
         return self.request.get("method")
+
+    @property
+    def uses(self) -> Uses:
+        """Whether it is made from weights alone, or from training rows of the tasks too."""
+        return get_method(self.method).uses if self.method else "weights"
 
     def full_request(self) -> dict[str, Any]:
         """The request with the method's defaults written out: what asks for the same is the same."""
@@ -137,7 +143,8 @@ def measure(job: Job) -> Result:
         place = Path(temporary)
         report = None
         if job.candidate.request:
-            report = measured_merge(experts.base, folders, place / "merged", job.candidate.request)
+            data = {"data": suite} if job.candidate.uses == "data" else {}
+            report = measured_merge(experts.base, folders, place / "merged", {**job.candidate.request, **data})
         accuracy = {}
         for name, folder in folders.items():
             if report is not None:

@@ -87,6 +87,7 @@ class Row:
             "hyper_parameters": self.hyper_parameters,
             "chosen": self.candidate.chosen,
             "per_task": self.per_task,
+            "uses": self.candidate.uses,
             "accuracy": {task: self.accuracy(task) for task in self.tasks},
             "average": self.average,
             "normalised_average": self.normalised,
@@ -125,12 +126,12 @@ class Table:
         tasks = self.rows[0].tasks
         writer.writerow(
             ["row", *tasks, "average", "normalised_average", "standard_error", "merge_seconds", "peak_bytes", "per_task",
-             "hyper_parameters", "chosen"]
+             "uses", "hyper_parameters", "chosen"]
         )  # fmt: skip
         for row in self.rows:
             shares = [*(row.accuracy(task) for task in tasks), row.average, row.normalised, row.standard_error]
             cost = [_known(row.seconds, ".2f"), _known(row.peak_bytes, "d")]
-            rest = [row.per_task, row.hyper_parameters, row.candidate.chosen]
+            rest = [row.per_task, row.candidate.uses, row.hyper_parameters, row.candidate.chosen]
             writer.writerow([row.candidate.label, *(f"{share:.5f}" for share in shares), *cost, *rest])
         return text.getvalue()
 
@@ -164,7 +165,8 @@ def as_cells(rows: Sequence[Row]) -> list[list[str]]:
         shares = [*(row.accuracy(task) for task in tasks), row.average, row.standard_error, row.normalised]
         peak = None if row.peak_bytes is None else row.peak_bytes / 1e6
         cost = [_known(row.seconds, ".1f"), _known(peak, ".0f")]
-        cells.append([row.candidate.label, *(f"{100 * share:.1f}" for share in shares), *cost])
+        label = f"{row.candidate.label} (uses data)" if row.candidate.uses == "data" else row.candidate.label
+        cells.append([label, *(f"{100 * share:.1f}" for share in shares), *cost])
     return cells
 
 

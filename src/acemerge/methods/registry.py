@@ -64,9 +64,11 @@ class Context:
     base: Tensor | None = None
     """W0, oriented like the task vectors, in its stored dtype."""
     statistics: Any = None
-    """What the method's statistics pass gathered."""
+    """What the method's statistics pass gathered, or what it measured on data."""
     frame: Frame | None = None
     """The coordinates that the task vectors are given in; those of the tensor itself by default."""
+    transposed: bool = False
+    """Whether the file stores the tensor the other way round than the task vectors are given."""
 
     def frame_of(self, task_vectors: Float[Tensor, "task *shape"]) -> Frame:
         """The coordinates of these task vectors."""
@@ -113,6 +115,9 @@ Cost = Callable[[int, int, int], float]
 LowRank = Sides | Callable[[Any], Sides | None] | None
 PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
+Measure = Callable[[Any, Any], Any]
+Touches = Literal["matrices", "linear", "blocks", "all"]
+Uses = Literal["weights", "data"]
 
 
 @dataclass(frozen=True)
@@ -123,18 +128,25 @@ class Method:
     title: str
     paper: str
     summary: str
-    touches: Literal["matrices", "all"]
+    touches: Touches
     rest: Literal["average", "keep"]
     options_type: type[Options]
     kernel: Kernel
     statistics: StatisticsFactory | None
+    measure: Measure | None
     experts: int | None
     ordered: bool
     per_task: bool
     low_rank: LowRank
     flops: Cost
     float64_elements: Cost
+    measured_elements: Cost
     parts_elements: PartsCost
+
+    @property
+    def uses(self) -> Uses:
+        """What it needs: the models' weights alone, or also data of every expert's task."""
+        return "data" if self.measure else "weights"
 
     def core_sides(self, options: Options) -> Sides | None:
         """On which sides of low-rank task vectors it may work in their small common core instead; None: on neither."""
@@ -146,6 +158,8 @@ class Method:
         Without statistics the tensor is taken for a whole model of its own, and they are gathered here.
         """
         context = context or Context(experts=tuple(map(str, range(len(task_vectors)))))
+        if self.measure and context.statistics is None:
+            raise InputError(f"{needs_data(self.name)}: acemerge.merge(..., data=...) measures it")
         if context.statistics is None:
             context = replace(context, statistics=self._statistics_of_one(task_vectors, options, context))
         takes_context = "context" in inspect.signature(self.kernel).parameters
@@ -229,6 +243,11 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     return f"{names[schema['type']]} {bounds}".strip()
 
 
+def needs_data(name: str) -> str:
+    """The beginning of every refusal to do without data."""
+    return f"method '{name}' uses data of every expert's task besides the weights"
+
+
 def masks_elements(options: Options, tasks: int, rows: int, columns: int) -> float:  # noqa: ARG001
     """Numbers to store for one vector that tasks share, and for each task a bit per entry and a float64 scale."""
     return rows * columns * (1 + tasks / 32) + 3 * tasks
@@ -242,27 +261,33 @@ def method(
     *,
     title: str,
     paper: str,
-    touches: Literal["matrices", "all"] = "matrices",
+    touches: Touches = "matrices",
     rest: Literal["average", "keep"] = "average",
     statistics: StatisticsFactory | None = None,
+    measure: Measure | None = None,
     experts: int | None = None,
     ordered: bool = False,
     per_task: bool = False,
     low_rank: LowRank = None,
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
+    measured_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
     parts_elements: PartsCost = lambda options, tasks, rows, columns: (1.0 + tasks) * rows * columns,  # noqa: ARG005
 ) -> Callable[[Kernel], Kernel]:
     """Register a merging method.
 
     `touches` says which tensors it is for: "matrices", the others being averaged or kept as `rest` says, or "all"
-    floating-point tensors. `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its
-    options need no such pass. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
+    floating-point tensors. Of methods that run the models on data: "linear", the weights of linear layers, the others being
+    averaged; "blocks", those in the model's stack of blocks, what comes after the stack being kept at the base's value.
+    `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
+    pass. `measure(run, options)` is for a method that uses data: given an `acemerge.data.run.DataRun`, what its kernel then
+    finds in `context.statistics`. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
     their order matters; `per_task` that it makes one model per task, not one merged model. `low_rank`, or what it gives
     for the options, names the sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts
     are then merged in their small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
-    (tasks, rows, columns); `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
+    (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;
+    `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
     the tasks and what they share, given (options, tasks, rows, columns). The summary shown to users is the function's docstring.
     """
 
@@ -270,8 +295,9 @@ def method(
         options_type = get_type_hints(kernel)["options"]
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
-            options_type=options_type, kernel=kernel, statistics=statistics, experts=experts, ordered=ordered, per_task=per_task,
-            low_rank=low_rank, flops=flops, float64_elements=float64_elements, parts_elements=parts_elements,
+            options_type=options_type, kernel=kernel, statistics=statistics, measure=measure, experts=experts, ordered=ordered,
+            per_task=per_task, low_rank=low_rank, flops=flops, float64_elements=float64_elements,
+            measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel
 
