@@ -34,6 +34,7 @@ def gather_statistics(plan: Plan, device: torch.device, progress: Progress, hash
         if measure and plan.data:
             run = DataRun(plan, tensors, plan.data, hashes(), device, progress)
             gathered[method, options] = measure(run, options)
+            progress.say(f"measured; merging {len(plan.tensors)} tensors")
         statistics = factory(options, names) if factory else None
         if statistics is not None:
             _run_passes(plan, tensors, statistics, device, progress)

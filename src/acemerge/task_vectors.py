@@ -19,7 +19,7 @@ from acemerge.frame import Factors, Frame, low_rank_factors, standard_frame, to_
 from acemerge.linalg import sum_of_squares
 from acemerge.lora_change import LoraChange
 from acemerge.methods import Context, Merged, get_method
-from acemerge.methods.registry import Fact
+from acemerge.option_text import Fact
 from acemerge.plan import Plan, PlannedTensor
 
 REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"

@@ -117,7 +117,9 @@ class DataRun:
                 raise
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             model = f"the model of expert {self.experts[expert].where}"
-            raise InputError(f"--data ({self.data.about}): {model} cannot run on its rows ({reason}); give rows that it takes") from None
+            raise InputError(
+                f"--data ({self.data.about}): {model} cannot run on its rows ({reason}); give rows that it takes"
+            ) from None
 
 
 def _check_same(checkpoint: Checkpoint, stored: str, value: Tensor) -> None:

@@ -31,11 +31,9 @@ from torch import Tensor
 
 from acemerge.errors import InputError, did_you_mean
 from acemerge.frame import Frame, Sides, standard_frame
+from acemerge.option_text import DescribedOption, Fact, describe_option
 
 ENTRY_POINT_GROUP = "acemerge.methods"
-
-Fact = float | int | str | bool
-
 
 Alpha = Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")]
 
@@ -202,45 +200,8 @@ class Method:
         """Name, default, allowed values and meaning of each option, for help, docs and errors."""
         hints = get_type_hints(self.options_type, include_extras=True)
         defaults = asdict(self.options_type())
-        described = [_describe_option(name, hints[name], default) for name, default in defaults.items()]
+        described = [describe_option(name, hints[name], default) for name, default in defaults.items()]
         return [*described[1:], described[0]]  # a method's own options first, the common alpha last
-
-
-@dataclass(frozen=True)
-class DescribedOption:
-    """One option as a person reads it."""
-
-    name: str
-    default: Fact
-    allowed: str
-    meaning: str
-
-
-def _describe_option(name: str, hint: Any, default: Fact) -> DescribedOption:
-    schema = TypeAdapter(hint).json_schema()
-    return DescribedOption(name, default, _allowed(schema), schema.get("description", ""))
-
-
-def _allowed(schema: Mapping[str, Any]) -> str:
-    """The values a JSON schema admits, in words.
-
-    >>> _allowed({"type": "number", "exclusiveMinimum": 0, "maximum": 1})
-    'a number > 0 and <= 1'
-    >>> _allowed({"type": "array", "items": {"type": "number"}})
-    'a list, each entry a number'
-    """
-    if "anyOf" in schema:
-        return " or ".join(_allowed(choice) for choice in schema["anyOf"])
-    if "const" in schema:
-        return repr(schema["const"])
-    if "enum" in schema:
-        return "one of " + ", ".join(map(repr, schema["enum"]))
-    if schema["type"] == "array":
-        return f"a list, each entry {_allowed(schema['items'])}"
-    names = {"number": "a number", "integer": "a whole number", "boolean": "true or false", "string": "text"}
-    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-    bounds = " and ".join(f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema)
-    return f"{names[schema['type']]} {bounds}".strip()
 
 
 def needs_data(name: str) -> str:
