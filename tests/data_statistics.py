@@ -23,7 +23,7 @@ class MadeUp:
 
     def _random(self, expert: str, tensor: str, *shape: int) -> Tensor:
         seed = int.from_bytes(hashlib.sha256(f"{expert}/{tensor}".encode()).digest()[:4], "little")
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
     def of(self, expert: str, tensor: str) -> Tensor:
         if self.kind == "gram":

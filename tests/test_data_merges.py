@@ -122,7 +122,7 @@ def merged_model(output: Path, expert: str) -> Any:
 
 
 def assert_near(found: Tensor, expected: Tensor, what: str) -> None:
-    error = float((found.double() - expected).abs().max())
+    error = float((found.detach().double() - expected).abs().max())
     assert error <= 2e-3 * float(expected.abs().max()), f"{what}: off by {error:.3g}"
 
 
@@ -145,7 +145,7 @@ def test_regmean_is_the_fit_to_the_inputs_of_every_layer(family: str, tmp_path: 
     found = merged_model(out, "red")
     checked = 0
     for name, layer in linear_layers(found).items():
-        if name.split(".")[-1] in ("classifier", "score"):
+        if name.split(".")[-1] in ("classifier", "score") or "pooler" in name:  # the expert's own
             continue
         layers = [linear_layers(model)[name] for model in experts.values()]
         expected = regmean_by_hand(layers, [inputs[expert][name] for expert in experts], 0.9)
@@ -304,7 +304,7 @@ def test_fisher_is_the_average_weighted_by_row_and_class(family: str, tmp_path: 
             for y in range(len(log_p)):
                 gradients = torch.autograd.grad(log_p[y], list(parameters.values()), retain_graph=True)
                 for name, gradient in zip(parameters, gradients, strict=True):
-                    F[name] += float(log_p[y].exp()) * gradient.double().square() / 4
+                    F[name] += float(log_p[y].detach().exp()) * gradient.double().square() / 4
         scale = (sum(f.numel() for f in F.values()) / sum(float(f.square().sum()) for f in F.values())) ** 0.5
         for name, f in F.items():
             weight = (f * scale).clamp_min(1e-6)
@@ -450,6 +450,35 @@ def test_learning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     acemerge.merge(models.base, experts, tmp_path / "again", **settings)
     assert steps == 4 + 3, "two of five steps were kept"
     model_zoo.assert_equal_tensors(read_tensors(tmp_path / "again"), read_tensors(tmp_path / "whole"))
+
+
+# --- other models ------------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_with_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    models = model_zoo.t5(tmp_path / "models")
+    rows = write_rows(tmp_path / "rows", models.experts)
+    arguments = ["merge", models.base, *models.experts.values(), "-o", tmp_path / "out", "-m", "regmean", "--data", rows, "-q"]
+    assert command(monkeypatch, *arguments) == 2
+    assert "holds no 'decoder_input_ids'" in capsys.readouterr().err
+    for file in rows.iterdir():
+        tensors = load_file(file)
+        model_zoo.write_tensors(rows, {**tensors, "decoder_input_ids": tensors["input_ids"][:, :5]}, file.name)
+    assert command(monkeypatch, *arguments) == 0
+    merged = [tensor["name"] for tensor in manifest(tmp_path / "out")["tensors"] if tensor["action"] == "merged"]
+    assert any("EncDecAttention" in name for name in merged)
+    assert not any("relative_attention_bias" in name for name in merged)
+
+
+@pytest.mark.parametrize("method", ["regmean", "regmean_plusplus"])
+def test_a_language_model(method: str, tmp_path: Path) -> None:
+    models = model_zoo.llama(tmp_path / "models", tied=False)
+    rows = write_rows(tmp_path / "rows", models.experts)
+    acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", method=method, data=rows)
+    fates = {tensor["name"]: tensor["action"] for tensor in manifest(tmp_path / "out")["tensors"]}
+    assert fates["model.layers.1.mlp.down_proj.weight"] == "merged"
+    assert fates["lm_head.weight"] == ("merged" if method == "regmean" else "kept")
+    assert fates["model.embed_tokens.weight"] == "averaged"
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------

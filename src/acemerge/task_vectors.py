@@ -23,6 +23,11 @@ from acemerge.option_text import Fact
 from acemerge.plan import Plan, PlannedTensor
 
 REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
+_ANOTHER_EPSILON = (
+    "try a smaller alpha or, with ACE, another epsilon: larger where the regulariser's share of the system (ridge_share) is near "
+    "0, smaller where it is near 1"
+)
+_MORE_ROWS = "that is common where inputs are few or much alike; more rows or, with RegMean, a smaller off_diagonal shorten it"
 LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
 
 
@@ -289,10 +294,8 @@ def _warnings(planned: PlannedTensor, facts: Mapping[str, Fact], given: Sequence
     found = list(given)
     ratio = facts.get("norm_ratio", 0.0)
     if isinstance(ratio, float) and ratio > LARGE_MERGE:
-        found.append(
-            f"the merged change is {ratio:.1f}x the largest task vector; try a smaller alpha or, with ACE, another epsilon: "
-            "larger where the regulariser's share of the system (ridge_share) is near 0, smaller where it is near 1"
-        )
+        advice = _MORE_ROWS if planned.method and get_method(planned.method).uses == "data" else _ANOTHER_EPSILON
+        found.append(f"the merged change is {ratio:.1f}x the largest task vector; {advice}")
     return tuple(f"tensor '{planned.name}': {warning}" for warning in found)
 
 

@@ -40,8 +40,9 @@ class LayerRules:
     def problems(self, recipe: Recipe, tensors: Sequence[PlannedTensor]) -> list[str]:
         """What the methods that go by layers cannot do."""
         methods = sorted({tensor.method for tensor in tensors if tensor.method and tensor.action == "merged"})
-        by_layer = [name for name in methods if get_method(name).touches in ("linear", "blocks")]
-        by_block = [name for name in methods if get_method(name).touches == "blocks"]
+        asked = [recipe.method, *(rule.method for rule in recipe.tensors if rule.method)]
+        by_layer = [name for name in asked if get_method(name).touches in ("linear", "blocks")]
+        by_block = [name for name in asked if get_method(name).touches == "blocks"]
         found = []
         if by_layer and recipe.orientation == "stored":
             found.append(f"--orientation stored: method '{by_layer[0]}' goes by the inputs of a layer, whatever the stored order")

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from acemerge import __version__
-from acemerge.bench.packages import cache_folder
+from acemerge.bench.packages import CACHE_VARIABLE, cache_folder
 from acemerge.checkpoint import WeightsFile, open_file
-from acemerge.errors import InputError
+from acemerge.errors import InputError, MergeError
 
 Tensors = dict[str, Tensor]
 
@@ -48,11 +49,16 @@ def read_kept(path: Path) -> WeightsFile | None:
 
 def write_kept(path: Path, tensors: Tensors) -> None:
     """The file appears when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staged)
         staged.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise MergeError(
+            f"{path.parent}: what was measured on data cannot be kept there ({error}). Make room, or set {CACHE_VARIABLE} to "
+            "another place, then repeat the command"
+        ) from None
     finally:
         staged.unlink(missing_ok=True)
 
@@ -68,5 +74,5 @@ class Measured:
         """What was measured, memory-mapped; None if the data never came there."""
         for file in self.files[expert]:
             if tensor in file.tensors:
-                return file.read_unchanged(tensor)
+                return file.read(tensor)  # another run may have written the same anew; this one's is still mapped
         return None

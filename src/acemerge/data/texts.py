@@ -69,7 +69,7 @@ def _read_lines(file: Path) -> tuple[list[str], list[str]]:
     texts: list[str] = []
     pairs: list[str] = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at separators within a text
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read as text in UTF-8 ({error})") from None
     for number, line in enumerate(lines, 1):
