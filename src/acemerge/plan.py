@@ -208,13 +208,8 @@ class Plan:
 
     @property
     def uses(self) -> Uses:
-        """What the methods at work here need."""
-        return "data" if self.data_methods else "weights"
-
-    @property
-    def data_methods(self) -> list[str]:
-        """The methods at work here that use data."""
-        return data_methods(self.tensors)
+        """What the methods at work here need: data is opened for those only that use it."""
+        return "data" if self.data else "weights"
 
     @property
     def peak_memory(self) -> int:
@@ -224,7 +219,7 @@ class Plan:
     @property
     def _measuring_memory(self) -> int:
         """While an expert's model runs on data: its weights in float32, and what is measured."""
-        if not self.data_methods:
+        if not self.data:
             return 0
         largest = max(sum(header.elements for header in expert.tensors.values()) for expert in self.experts)
         return 4 * largest + sum(tensor.measured_bytes for tensor in self.tensors)
@@ -278,11 +273,6 @@ class Plan:
 def per_task_methods(tensors: Sequence[PlannedTensor]) -> list[str]:
     """The methods among these tensors' that make one model per task."""
     return sorted({tensor.method for tensor in tensors if tensor.method and get_method(tensor.method).per_task})
-
-
-def data_methods(tensors: Sequence[PlannedTensor]) -> list[str]:
-    """The methods among these tensors' that use data."""
-    return sorted({tensor.method for tensor in tensors if tensor.method and get_method(tensor.method).uses == "data"})
 
 
 def tensor_record(tensor: PlannedTensor, shard: str, experts: Sequence[Checkpoint]) -> dict[str, Any]:

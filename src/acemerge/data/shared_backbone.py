@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from acemerge.data.inputs import Batch
 from acemerge.data.run import DataRun, ExpertModel
 from acemerge.errors import InputError
+from acemerge.linalg import row_blocks
 from acemerge.plan import PlannedTensor
-from acemerge.task_vectors import load_task_vectors
 
 
 @dataclass(frozen=True)
 class SharedBackbone:
-    """Memory: one backbone, its gradient, every head, and one tensor's task vectors at a time."""
+    """Memory: one backbone, its gradient, every head, and a few entries of the task vectors at a time."""
 
     run: DataRun
     models: Sequence[ExpertModel]
@@ -46,12 +46,15 @@ class SharedBackbone:
     @torch.no_grad()
     def set_coefficients(self, coefficients: Float[Tensor, "task tensor"]) -> None:
         """theta^j = theta_0^j + sum_t lambda_{t,j} tau_t^j, for every tensor j."""
-        for column, planned in zip(coefficients.T, self.run.tensors, strict=True):
+        for column, planned in zip(coefficients.T.tolist(), self.run.tensors, strict=True):
             if planned.name in self.tensors:
-                theta = self.run.plan.base.read(planned.name).to(self.run.device, self.tensors[planned.name].dtype, copy=True)
-                for source, task_vector in zip(planned.experts, self._task_vectors(planned), strict=True):
-                    theta.add_(task_vector, alpha=float(column[source.expert]))
-                self.tensors[planned.name].copy_(theta)
+                shared = self.tensors[planned.name]
+                theta = torch.empty(shared.numel(), dtype=shared.dtype, device=shared.device)
+                for block, start, task_vectors in self._blocks(planned, shared):
+                    for expert, task_vector in task_vectors:
+                        start = torch.add(start, task_vector, alpha=column[expert])
+                    theta[block] = start
+                shared.copy_(theta.view(shared.shape))
 
     def entropy(self, batches: Sequence[Batch]) -> float:
         """sum_t mean_x H(softmax f_t(x; theta)); its gradient is left in the backbone."""
@@ -78,11 +81,16 @@ class SharedBackbone:
         for column, planned in enumerate(self.run.tensors):
             gradient = self.tensors[planned.name].grad if planned.name in self.tensors else None
             if gradient is not None:
-                for source, task_vector in zip(planned.experts, self._task_vectors(planned), strict=True):
-                    found[source.expert, column] = float((gradient * task_vector).sum(dtype=torch.float64))
+                flat = gradient.reshape(-1)
+                for block, _, task_vectors in self._blocks(planned, gradient):
+                    for expert, task_vector in task_vectors:
+                        found[expert, column] += float(flat[block] @ task_vector)
         return found
 
-    def _task_vectors(self, planned: PlannedTensor) -> Float[Tensor, "task *shape"]:
-        """As the models hold them."""
-        task_vectors, _ = load_task_vectors(self.run.plan, planned, self.run.device)
-        return task_vectors.transpose(1, 2) if planned.transposed else task_vectors
+    def _blocks(self, planned: PlannedTensor, like: Tensor) -> Iterator[tuple[slice, Tensor, list[tuple[int, Tensor]]]]:
+        """theta_0 and the tau_t of one tensor as it is stored, a few entries at a time, so that memory stays small."""
+        base = self.run.plan.base.read(planned.name).reshape(-1)
+        experts = [(s.expert, self.run.experts[s.expert].read(s.name).reshape(-1)) for s in planned.experts if s.name]
+        for block in row_blocks(base.numel(), 1):
+            start = base[block].to(like)
+            yield block, start, [(expert, own[block].to(like) - start) for expert, own in experts]
