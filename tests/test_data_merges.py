@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 import acemerge
 import model_zoo
 from acemerge.cli import main
-from acemerge.data.run import DataRun
+from acemerge.data.layer_inputs import LayerInputs
+from acemerge.data.run import DataRun, ExpertModel
 from acemerge.data.shared_backbone import SharedBackbone
 from acemerge.data.source import open_data
 from acemerge.methods import all_methods, get_method
@@ -179,6 +180,34 @@ def test_a_weight_that_is_also_a_lookup_table_is_averaged(tmp_path: Path) -> Non
     acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", method="regmean", data=rows)
     record = {tensor["name"]: tensor for tensor in manifest(tmp_path / "out")["tensors"]}
     assert record["transformer.wte.weight"]["action"] == "averaged"
+
+
+def test_layers_that_are_called_twice_or_share_a_weight_count_together() -> None:
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = one.weight
+    model = ExpertModel(nn.ModuleList([one, other]), {"w": [(one, "weight"), (other, "weight")]})
+    seen, xs = LayerInputs(), torch.randn(3, 2, 4, 3)
+    with seen.watching(model, ["w"]):
+        seen.begin({}, model.module)
+        one(one(xs[0]))
+        other(xs[1])
+    one(xs[2])  # nobody is watching any more
+    inputs = torch.cat([xs[0].reshape(-1, 3), one(xs[0]).detach().reshape(-1, 3), xs[1].reshape(-1, 3)]).double()
+    torch.testing.assert_close(seen.grams()["w"], inputs.T @ inputs / len(inputs))
+    assert seen.counts["w"] == 24
+
+
+@every_data_method
+def test_half_precision_in_is_half_precision_out(method: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows(tmp_path, "vit")
+    for folder in models.folders:
+        model_zoo.write_tensors(folder, {name: t.bfloat16() for name, t in read_tensors(folder).items()})
+    acemerge.merge(
+        models.base, list(models.experts.values()), tmp_path / "out", method=method, data=rows, **QUICK.get(method, {})
+    )
+    for tensor in read_tensors(tmp_path / "out").values():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.isfinite(tensor).all()
 
 
 def test_padding_is_no_input(tmp_path: Path) -> None:
@@ -378,7 +407,6 @@ def test_slopes_of_the_coefficients_by_finite_differences(family: str, tmp_path:
     run = open_run(models, rows)
     backbone = SharedBackbone.open(run)
     batches = [next(run.inputs(expert, 6).batches()) for expert in range(3)]
-    batches = [{name: t.double() if t.is_floating_point() else t for name, t in batch.items()} for batch in batches]
     coefficients = torch.full((3, len(run.tensors)), 0.3, dtype=torch.float64)
 
     def entropy(shift: Tensor) -> float:

@@ -53,6 +53,11 @@ class FileData:
         """With the files' hashes."""
         return {"about": self.about, "sha256": dict(self.hashes)}
 
+    @property
+    def reader(self) -> str:
+        """Transformers."""
+        return "transformers"
+
     @staticmethod
     def open(folder: Path, base: Checkpoint, experts: Sequence[Checkpoint]) -> FileData:
         """Read and check every expert's file; all problems at once."""

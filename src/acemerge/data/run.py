@@ -68,7 +68,8 @@ class DataRun:
     def key(self, expert: int, rows: int) -> list[Any]:
         """Everything that what this expert's model does with its rows depends on."""
         model = self.experts[expert]
-        return [self.hashes[model.name], model.config, self.inputs(expert, rows).sha256, self.stored_names(expert)]
+        inputs = self.inputs(expert, rows).sha256
+        return [self.hashes[model.name], model.config, self.data.reader, inputs, self.stored_names(expert)]
 
     def load(self, expert: int) -> ExpertModel:
         """This expert's model, in float32 (float64 if it is stored so), checked against its files."""
@@ -89,12 +90,12 @@ class DataRun:
     def run(self, expert: int, model: ExpertModel, batch: Batch) -> None:
         """Run a model on one batch."""
         with self._explained(expert):
-            self.data.run(model.module, self._placed(batch))
+            self.data.run(model.module, self._placed(batch, model))
 
     def logits(self, expert: int, model: ExpertModel, batch: Batch) -> Tensor:
         """[answer, class]: one answer per row, or per token of a model that answers for every token. Padding does not count."""
         with self._explained(expert):
-            batch = self._placed(batch)
+            batch = self._placed(batch, model)
             logits = self.data.logits(model.module, batch)
         if logits.dim() == 2:
             return logits
@@ -102,8 +103,13 @@ class DataRun:
         real = mask.bool() if mask is not None and mask.shape == logits.shape[:2] else torch.ones(logits.shape[:2]).bool()
         return logits[real.to(logits.device)]
 
-    def _placed(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+    def _placed(self, batch: Batch, model: ExpertModel) -> Batch:
+        """Where the model is, and numbers in its precision."""
+        precision = next(model.module.parameters()).dtype
+        return {
+            name: tensor.to(self.device, precision if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in batch.items()
+        }
 
     @contextmanager
     def _explained(self, expert: int) -> Iterator[None]:
@@ -123,7 +129,7 @@ class DataRun:
 
 
 def _check_same(checkpoint: Checkpoint, stored: str, value: Tensor) -> None:
-    if not torch.equal(checkpoint.read(stored).to(value.dtype), value):
+    if not torch.allclose(checkpoint.read(stored).to(value.dtype), value, rtol=0, atol=0, equal_nan=True):
         raise InputError(
             f"expert {checkpoint.where}: its model does not hold '{stored}' as its file does, so what is measured would not be "
             "the expert's; save it again with this version of transformers"

@@ -30,6 +30,10 @@ class Data(Protocol):
     def record(self) -> dict[str, Any]:
         """The same for the manifest, with what tells it from other data of that name."""
 
+    @property
+    def reader(self) -> str:
+        """By what the models are loaded and their answers read: the same inputs may mean other answers elsewhere."""
+
     def inputs(self, expert: Checkpoint, rows: int) -> Inputs:
         """The first so many rows of this expert's task."""
 
@@ -62,6 +66,11 @@ class SuiteData:
     def record(self) -> dict[str, Any]:
         """With the package that each task's rows come from."""
         return {"about": self.about, "sources": {task.name: task.source for task in self.suite.tasks}}
+
+    @property
+    def reader(self) -> str:
+        """The suite's domain."""
+        return f"domain {self.suite.domain.name}"
 
     def inputs(self, expert: Checkpoint, rows: int) -> Inputs:
         """Never test rows, never validation rows."""
