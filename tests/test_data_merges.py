@@ -277,6 +277,25 @@ def test_regmean_plusplus_is_regmean_behind_the_merged_blocks(family: str, tmp_p
         Z = {name: first(block(z)) for name, z in Z.items()}
 
 
+@pytest.mark.parametrize("method", ["regmean_plusplus", "adamerging"])
+def test_rules_hold_for_the_model_that_is_measured(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While measuring, a tensor that a rule keeps has the base's value, one that is averaged the mean."""
+    models, rows = models_and_rows(tmp_path, "bert")
+    kept, averaged = "bert.encoder.layer.0.intermediate.dense.weight", "bert.encoder.layer.0.output.dense.weight"
+    rules = [{"match": kept, "do": "keep"}, {"match": averaged, "do": "average"}]
+    seen: dict[str, Tensor] = {}
+    install = ExpertModel.install
+    monkeypatch.setattr(
+        ExpertModel, "install", lambda self, name, value: seen.update({name: value}) or install(self, name, value)
+    )
+    acemerge.merge(
+        models.base, list(models.experts.values()), tmp_path / "out", method, data=rows, tensors=rules, **QUICK.get(method, {})
+    )
+    merged = read_tensors(tmp_path / "out")
+    assert seen[kept].equal(read_tensors(models.base)[kept])
+    assert seen[averaged].equal(merged[averaged])
+
+
 def test_regmean_plusplus_keeps_what_comes_after_the_blocks(tmp_path: Path) -> None:
     models, rows = models_and_rows(tmp_path, "gpt2")
     acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", method="regmean_plusplus", data=rows)

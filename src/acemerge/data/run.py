@@ -15,6 +15,7 @@ from acemerge.data.inputs import Batch, Inputs
 from acemerge.data.layout import Owner, all_tensors, owners_of, read_layout
 from acemerge.data.source import Data
 from acemerge.errors import AcemergeError, InputError
+from acemerge.families import align_names
 from acemerge.plan import Plan, PlannedTensor
 from acemerge.progress import Progress
 
@@ -35,8 +36,9 @@ class ExpertModel:
 
     @torch.no_grad()
     def install(self, name: str, value: Tensor) -> None:
-        """Put another value in its place."""
-        self.tensor(name).copy_(value)
+        """Put another value in its place. One of another shape, such as a kept vocabulary's, cannot be."""
+        if value.shape == self.tensor(name).shape:
+            self.tensor(name).copy_(value)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,13 @@ class DataRun:
         sources = ((tensor.name, source) for tensor in self.tensors for source in tensor.experts)
         return {name: source.name for name, source in sources if source.expert == expert and source.name}
 
+    def backbone_names(self, expert: int) -> dict[str, str]:
+        """The same of all tensors but this expert's own head: those that are averaged or kept, too."""
+        checkpoint = self.experts[expert]
+        own = {name for head in self.plan.heads if head.expert == expert for name in head.tensors}
+        aligned = align_names(self.plan.base.tensors, checkpoint.tensors)
+        return {ours: theirs for theirs, ours in aligned.items() if theirs not in own}
+
     def inputs(self, expert: int, rows: int) -> Inputs:
         """This expert's rows."""
         return self.data.inputs(self.experts[expert], rows)
@@ -77,13 +86,14 @@ class DataRun:
         module = self.data.load(checkpoint)
         module.requires_grad_(False)
         layout, tensors, owners = read_layout(module, checkpoint), all_tensors(module), owners_of(module)
+        names = self.backbone_names(expert)
         found: dict[str, Sequence[Owner]] = {}
         for planned in self.plan.tensors:
-            for source in planned.experts:
-                if source.expert == expert and source.name and source.name in layout.memory:
-                    value = tensors[layout.memory[source.name]]
-                    _check_same(checkpoint, source.name, value)
-                    found[planned.name] = owners[id(value)]
+            stored = names.get(planned.name, "")
+            if stored in layout.memory:
+                value = tensors[layout.memory[stored]]
+                _check_same(checkpoint, stored, value)
+                found[planned.name] = owners[id(value)]
         module.to(self.device).eval()
         return ExpertModel(module, found)
 

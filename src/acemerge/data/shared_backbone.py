@@ -14,6 +14,7 @@ from acemerge.data.run import DataRun, ExpertModel
 from acemerge.errors import InputError
 from acemerge.linalg import row_blocks
 from acemerge.plan import PlannedTensor
+from acemerge.task_vectors import merge_tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class SharedBackbone:
         shared: dict[str, Tensor] = {}
         for expert in range(len(run.experts)):
             model = run.load(expert)
+            for planned in run.plan.tensors:  # what is not learnt is as it will be in the merged model
+                if planned.action in ("averaged", "kept") and planned.name in model.owners:
+                    model.install(planned.name, merge_tensor(run.plan, planned, run.device).value)
             for planned in run.tensors:
                 if planned.name in model.owners:
                     tensor = shared.setdefault(planned.name, model.tensor(planned.name))

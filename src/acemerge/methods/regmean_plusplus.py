@@ -50,11 +50,10 @@ class _Stack:
 
     def install_expert(self, place: int, expert: int) -> None:
         """Expert t's own block on the merged blocks below it."""
-        checkpoint = self.run.experts[expert]
+        checkpoint, names = self.run.experts[expert], self.run.backbone_names(expert)
         for planned in self.tensors[place]:
-            name = next((source.name for source in planned.experts if source.expert == expert), None)
-            if name is not None:
-                self.model.install(planned.name, checkpoint.read(name))
+            if planned.name in names:
+                self.model.install(planned.name, checkpoint.read(names[planned.name]))
 
 
 def measure_block_by_block(run: DataRun, options: RegMeanPlusPlusOptions) -> Measured:
@@ -82,12 +81,11 @@ def _key(run: DataRun, rows: int) -> list[Any]:
 def _open_stack(run: DataRun) -> _Stack:
     """The first expert's model serves for all: what is its own, the head, is never reached."""
     model = run.load(0)
-    layout = read_layout(model.module, run.experts[0])
+    layout, names = read_layout(model.module, run.experts[0]), run.backbone_names(0)
     tensors: dict[int, list[PlannedTensor]] = {place: [] for place in range(BEFORE, layout.blocks + 1)}
     for planned in run.plan.tensors:
         if planned.name in model.owners:
-            stored = next(source.name for source in planned.experts if source.expert == 0)
-            tensors[layout.places[stored or ""]].append(planned)
+            tensors[layout.places[names[planned.name]]].append(planned)
     blocks = model.module.get_submodule(layout.stacks[0])
     return _Stack(run, model, list(blocks.children()), tensors)
 
