@@ -79,14 +79,15 @@ def test_what_is_trained_is_not_trained_again(cache: Path) -> None:
 
 def test_bench_merges_evaluates_and_keeps_results(cache: Path) -> None:
     """In processes of their own, as for a user."""
-    merges = [Candidate(name, {"method": name}) for name in ("ace", "emr")]
+    merges = [Candidate(name, {"method": name}) for name in ("ace", "emr", "regmean")]
     jobs = [Job(SUITE, candidate, 0, 60) for candidate in (EXPERTS, BASE, *merges)]
     said: list[str] = []
-    results = measure_all(jobs, said.append)
-    experts, base, ace, emr = results
+    results = measure_all(jobs, said.append, workers=1)
+    experts, base, ace, emr, regmean = results
     assert len(said) == 1 + len(jobs)
     assert ace.average > base.average
     assert emr.average > base.average
+    assert regmean.average > base.average
     assert ace.merge is not None
     assert ace.merge.options["epsilon"] == 1e-5, "what 'paper' stands for is made explicit"
     assert experts.merge is None
@@ -98,12 +99,14 @@ def test_bench_merges_evaluates_and_keeps_results(cache: Path) -> None:
     table = Table(
         "tiny", {"suite": SUITE.name}, tuple(Row(j.candidate, (r,), (experts,)) for j, r in zip(jobs, results, strict=True))
     )
-    assert [row["row"] for row in json.loads(table.to_json())["rows"]] == ["experts", "base", "ace", "emr"]
+    assert [row["row"] for row in json.loads(table.to_json())["rows"]] == ["experts", "base", "ace", "emr", "regmean"]
     lines = list(csv.DictReader(io.StringIO(table.to_csv())))
     assert float(lines[0]["normalised_average"]) == 1.0
     assert lines[3]["per_task"] == "True"
+    assert [line["uses"] for line in lines] == ["weights"] * 4 + ["data"]
     shared, apart = table.to_markdown().split("One model per task")
     assert "| ace |" in shared
+    assert "| regmean (uses data) |" in shared
     assert "| emr |" not in shared
     assert "| emr |" in apart
     assert "epsilon=1e-05" in apart, "hyper-parameters are stated"
@@ -182,8 +185,8 @@ def test_commands_and_suites_go_together() -> None:
     assert set(command.ANALYSES) == set(ANALYSES)
     names = {task.name for name in SUITES for task in suites.get_suite(name).tasks if name.startswith("text")}
     assert len(names) == 14
-    known = {method.name for method in all_methods()}
-    assert set(default_methods(8)) == known - {"slerp"}
+    without_data = {method.name for method in all_methods() if method.uses == "weights"}
+    assert set(default_methods(8)) == without_data - {"slerp"}
     for candidates in (make() for make in ANALYSES.values()):
         assert len({candidate.label for candidate in candidates}) == len(candidates)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import acemerge
 from acemerge.bench import tiny_vit
 from acemerge.bench.evaluation import evaluate
 from acemerge.bench.experts import Experts, train_expert
+from acemerge.bench.suites import Suite
 from acemerge.bench.task import Rows, Splits, TrainedTask, split
 from acemerge.bench.tiny_vit import (
     AttentionBlock,
@@ -191,6 +193,25 @@ def test_the_plan_merges_matrices_and_averages_the_rest(experts: Experts, tmp_pa
         assert fate == ("merged" if name.endswith(matrices) else "copied" if name.endswith("tracked") else "averaged"), name
     assert list(fates.values()).count("merged") == 12
     assert [len(head.tensors) for head in plan.heads] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("regmean", {}), ("regmean_plusplus", {}), ("fisher", {"rows": 20}), ("adamerging", {"steps": 5, "learning_rate": 0.02})],
+)
+def test_methods_that_use_data_take_the_suites_rows(
+    experts: Experts, tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    """A model with stages, convolutions and batch norms, that transformers does not know."""
+    folders = {task.name: experts.folder(task) for task in TASKS}
+    suite = Suite("bright-2", experts.domain, TASKS)
+    result = acemerge.merge(experts.base, folders, tmp_path / "merged", method=method, data=suite, **options)
+    merged = [tensor.name for tensor in result.plan.tensors if tensor.action == "merged"]
+    if result.plan.method.touches != "all":
+        assert len(merged) == 12, "the linear layers"
+    for task in TASKS:
+        model = experts.domain.load(acemerge.export_expert(tmp_path / "merged", task.name, tmp_path / task.name))
+        assert evaluate(experts.domain, model, experts.domain.prepare(task.load().test)).share > 0.7
 
 
 @pytest.mark.parametrize("method", ["average", "ace", "tsv_m", "emr"])

@@ -1,4 +1,8 @@
-"""What every registered method promises, whatever it computes. A new method file is covered with no edit here."""
+"""What every registered method promises, whatever it computes. A new method file is covered with no edit here.
+
+A method that uses data is given made-up measurements (`data_statistics.py`); whole models of such methods are merged in
+`test_data_merges.py`, where there are models that run.
+"""
 
 from typing import Any
 
@@ -9,10 +13,13 @@ from torch import Tensor
 import acemerge
 from acemerge.errors import InputError
 from acemerge.methods import Context, Merged, Method, all_methods
+from data_statistics import made_up_statistics
 from small_models import base_tensors, fine_tuned
 
 METHODS = all_methods()
+WEIGHTS_ALONE = [m for m in METHODS if m.uses == "weights"]
 every_method = pytest.mark.parametrize("method", METHODS, ids=[m.name for m in METHODS])
+every_method_without_data = pytest.mark.parametrize("method", WEIGHTS_ALONE, ids=[m.name for m in WEIGHTS_ALONE])
 
 
 def experts_of(method: Method, wanted: int = 3) -> int:
@@ -27,9 +34,9 @@ def random_task_vectors(method: Method, *shape: int, tasks: int = 3, seed: int =
 
 def run(method: Method, task_vectors: Tensor, names: tuple[str, ...] | None = None, **options: Any) -> Merged:
     names = names or tuple("abcdefgh"[: len(task_vectors)])
-    return method(
-        task_vectors, method.options(options).resolve({}), Context("layer.weight", names, torch.zeros_like(task_vectors[0]))
-    )
+    known = made_up_statistics(method, task_vectors)
+    context = Context("layer.weight", names, torch.zeros_like(task_vectors[0]), known)
+    return method(task_vectors, method.options(options).resolve({}), context)
 
 
 @every_method
@@ -41,7 +48,7 @@ def test_shape_and_finiteness(method: Method, shape: tuple[int, int]) -> None:
     assert torch.isfinite(merged.delta).all()
 
 
-@every_method
+@every_method_without_data
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_dtype_in_is_dtype_out(method: Method, dtype: torch.dtype) -> None:
     merged = acemerge.merge_task_vectors(random_task_vectors(method, 12, 8).to(dtype), method=method.name)
@@ -121,7 +128,8 @@ def test_tensors_that_are_not_matrices(method: Method, shape: tuple[int, ...]) -
     if method.touches == "all":
         assert run(method, task_vectors).delta.shape == shape
     else:
-        with pytest.raises(InputError, match="merges matrices"):
+        reason = "merges matrices" if method.uses == "weights" else "uses data"
+        with pytest.raises(InputError, match=reason):
             acemerge.merge_task_vectors(task_vectors, method=method.name)
 
 
@@ -130,7 +138,7 @@ def whole_model(method: Method, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
     return base, {name: fine_tuned(base, i) for i, name in zip(range(experts_of(method)), "abcdefgh", strict=False)}
 
 
-@every_method
+@every_method_without_data
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_whole_model_with_every_kind_of_tensor(method: Method, dtype: torch.dtype) -> None:
     base, experts = whole_model(method, dtype)
@@ -143,7 +151,7 @@ def test_a_whole_model_with_every_kind_of_tensor(method: Method, dtype: torch.dt
     assert merged["steps"].equal(base["steps"])
 
 
-@every_method
+@every_method_without_data
 def test_the_order_of_tensors_changes_nothing(method: Method) -> None:
     base, experts = whole_model(method, torch.float32)
     merged = acemerge.merge_state_dicts(base, experts, method=method.name)
@@ -151,6 +159,19 @@ def test_the_order_of_tensors_changes_nothing(method: Method) -> None:
         dict(reversed(base.items())), {n: dict(reversed(e.items())) for n, e in experts.items()}, method=method.name
     )
     assert all(merged[name].equal(turned[name]) for name in base)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.uses == "data"], ids=lambda m: m.name)
+def test_a_method_that_uses_data_never_does_without(method: Method) -> None:
+    base, experts = whole_model(method, torch.float32)
+    task_vectors = random_task_vectors(method, 12, 8)
+    refusal = f"method '{method.name}' uses data of every expert's task besides the weights"
+    with pytest.raises(InputError, match=refusal):
+        acemerge.merge_state_dicts(base, experts, method=method.name)
+    with pytest.raises(InputError, match=refusal):
+        acemerge.merge_task_vectors(task_vectors, method=method.name)
+    with pytest.raises(InputError, match=refusal):
+        method(task_vectors, method.options({}))
 
 
 @every_method

@@ -412,6 +412,7 @@ def test_one_expert_alone_can_be_diagnosed(tmp_path: Path) -> None:
     ("candidate", "message"),
     [
         ("emr", "-m emr: makes one model per task"),
+        ("regmean", "-m regmean: uses data, and a diagnosis looks at weights alone"),
         ("ase", "there is no method 'ase'"),
         ("ace:epsilon", "write it as KEY=VALUE"),
         ("ace:epsilom=1", "method 'ace' has no option 'epsilom'"),

@@ -23,8 +23,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 import acemerge
+import model_zoo
 from acemerge.arguments import parse_settings
 from acemerge.checkpoint import open_checkpoint, read_json
+from acemerge.data.files import FileData
+from acemerge.data.texts import _read_lines
 from acemerge.errors import AcemergeError
 from acemerge.families import choose_family
 from acemerge.methods import get_method
@@ -128,6 +131,32 @@ def sound_file(name: str, **options: Any) -> bytes:
 SAFETENSORS = sound_file("model.safetensors")
 PICKLE = sound_file("model.bin")
 LEGACY = sound_file("model.bin", _use_new_zipfile_serialization=False)
+
+
+TEXTS = b'{"text": "one", "text_pair": "two", "label": 1}\n{"text": "three", "text_pair": "four"}\n'
+
+
+@fuzz(damaged(TEXTS))
+def test_texts(content: bytes) -> None:
+    survives(lambda: _read_lines(as_file(content, "rows.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_zoo.bert(tmp_path_factory.mktemp("bert")).experts["red"]
+
+
+SHAPES = st.lists(st.integers(0, 3), max_size=4)
+DTYPES = st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool, torch.bfloat16])
+INPUT_NAMES = st.sampled_from(["input_ids", "attention_mask", "token_type_ids", "pixel_values", "labels", "input"])
+
+
+@fuzz(st.dictionaries(INPUT_NAMES, st.tuples(SHAPES, DTYPES, st.integers(-2, 60))))
+def test_ready_inputs(bert: Path, given: dict[str, tuple[list[int], torch.dtype, int]]) -> None:
+    tensors = {name: torch.full(shape, value).to(dtype) for name, (shape, dtype, value) in given.items()}
+    as_file(save(tensors), "red.safetensors")
+    expert = open_checkpoint(bert, "red")
+    survives(lambda: FileData.open(FOLDERS["scratch"], expert, [expert]))
 
 
 @fuzz(damaged(SAFETENSORS))

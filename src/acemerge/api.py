@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.checkpoint import from_state_dict
+from acemerge.data.needed import methods_using_data
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
 from acemerge.methods import get_method
+from acemerge.methods.registry import needs_data
 from acemerge.pipeline import MergeResult, find_sources, run_merge, torch_device
 from acemerge.planner import build_plan
 from acemerge.progress import SilentProgress
 from acemerge.recipe import Orientation, make_recipe
 from acemerge.statistics import gather_statistics
 from acemerge.task_vectors import merge_tensor
+
+if TYPE_CHECKING:
+    from acemerge.bench.suites import Suite
 
 Model = str | PathLike[str]
 
@@ -32,6 +37,7 @@ def merge(
     output: Model,
     method: str = "ace",
     *,
+    data: Model | Suite | None = None,
     tensors: Sequence[Mapping[str, Any]] = (),
     preset: str = "auto",
     orientation: Orientation = "canonical",
@@ -54,9 +60,11 @@ def merge(
 ) -> MergeResult:
     """Merge checkpoints on disk (or hub ids) into the folder `output`: the same as `acemerge merge`.
 
-    `experts` may be a mapping of names to models, each a full model or a PEFT adapter. Further keywords are the method's
-    options, such as epsilon=1e-5.
+    `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
+    folder with a file per expert, or a suite of the bench or its name. Further keywords are the method's options, such as
+    epsilon=1e-5.
     """
+    suite = None if data is None or isinstance(data, str | PathLike) else data
     pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
     recipe = make_recipe(
         {
@@ -64,6 +72,7 @@ def merge(
             "experts": [{"model": str(model), "name": name} for name, model in pairs],
             "method": method,
             "options": options,
+            "data": suite.name if suite else data if data is None else str(data),
             "tensors": [dict(rule) for rule in tensors],
             "preset": preset,
             "orientation": orientation,
@@ -88,6 +97,7 @@ def merge(
         report=report,
         offline=offline,
         quiet=quiet,
+        suite=suite,
     )
 
 
@@ -132,7 +142,7 @@ def merge_state_dicts(
     """Merge state dicts in memory and return one with the base's names and dtypes; the inputs are left untouched.
 
     The same plan as for checkpoints on disk. `config` is the base's config as a mapping, for presets that depend on it.
-    Task heads stay at the base's value.
+    Task heads stay at the base's value. Methods that use data need models that can be run: see `merge`.
     """
     pairs = list(experts.items()) if isinstance(experts, Mapping) else [(f"expert {i}", e) for i, e in enumerate(experts)]
     recipe = make_recipe(
@@ -149,6 +159,8 @@ def merge_state_dicts(
         },
         "acemerge.merge_state_dicts",
     )
+    if using := methods_using_data(recipe):
+        raise InputError(f"{needs_data(using[0])}, and runs the models on it; use acemerge.merge(..., data=...)")
     opened = [from_state_dict(expert, name) for name, expert in pairs]
     plan = build_plan(recipe, from_state_dict(base, "base"), opened, config or {})
     where = torch.device(device)
@@ -172,6 +184,8 @@ def merge_task_vectors(
     tensor([[2., 4.]])
     """
     chosen = get_method(method)
+    if chosen.uses == "data":
+        raise InputError(f"{needs_data(method)}, and task vectors alone do not have it; use acemerge.merge(..., data=...)")
     if not task_vectors.is_floating_point() or task_vectors.dim() == 0 or len(task_vectors) == 0:
         raise InputError(f"give floating-point task vectors [task, ...] of at least one task, not {_describe(task_vectors)}")
     if not torch.isfinite(task_vectors).all():

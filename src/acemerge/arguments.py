@@ -27,7 +27,7 @@ def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -
     else:
         fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, "command line", Path()
     for name in options:
-        if name in ("orientation", "preset", "dtype", "missing"):
+        if name in ("orientation", "preset", "dtype", "missing", "data"):
             raise InputError(f"-s {name}: not an option of a method; use --{name}")
     return make_recipe({**fields, **flags, "options": options}, origin), relative_to
 

@@ -58,6 +58,15 @@ Settings = Annotated[
     list[str],
     typer.Option("-s", "--set", metavar="KEY=VALUE", help="An option of the method, such as epsilon=1e-5; repeatable."),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="SUITE|FOLDER",
+        help="For methods that use data (regmean, fisher, ...): a suite of `acemerge bench`, such as text-8, or a folder with "
+        "a file per expert, <expert>.jsonl or <expert>.safetensors.",
+    ),
+]
 Preset = Annotated[
     str | None,
     typer.Option(help="Which tensors merge: auto (from the base's config), bert, gpt2, llm, t5, vit or generic."),
@@ -113,6 +122,7 @@ def merge_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
     method: MethodName = None,
     settings: Settings = [],  # noqa: B006
+    data: Data = None,
     preset: Preset = None,
     orientation: OrientationName = None,
     missing: Missing = None,
@@ -160,13 +170,15 @@ def merge_command(
 
     [bold]acemerge merge llama lora-a lora-b -o out --as adapter[/]        LoRA adapters into one; without --as, into a full model
 
+    [bold]acemerge merge base a b -o out -m regmean --data rows[/]         a method that uses data: rows/a.jsonl, rows/b.jsonl
+
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
     from acemerge.display import print_result
     from acemerge.pipeline import run_merge
 
-    flags = _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
+    flags = _given(method, data, preset, orientation, missing, dtype, save_as, rank, shard_size)
     if allow_nonfinite:
         flags["allow_nonfinite"] = True
     recipe, relative_to = recipe_from(models, settings, flags)
@@ -186,6 +198,7 @@ def plan_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also check that this output can be written.")] = None,
     method: MethodName = None,
     settings: Settings = [],  # noqa: B006
+    data: Data = None,
     preset: Preset = None,
     orientation: OrientationName = None,
     missing: Missing = None,
@@ -199,7 +212,7 @@ def plan_command(
 ) -> None:
     """Show what a merge would do to every tensor, and what it would cost.
 
-    Reads headers only: no tensor data. Reports every problem that the headers can show.
+    Reads headers only: no tensor data. Reports every problem that the headers can show, and those of --data.
     """
     from acemerge.display import print_plan
     from acemerge.pipeline import find_sources, make_plan
@@ -207,11 +220,11 @@ def plan_command(
     from acemerge.staging import check_output
 
     recipe, relative_to = recipe_from(
-        models, settings, _given(method, preset, orientation, missing, dtype, save_as, rank, shard_size)
+        models, settings, _given(method, data, preset, orientation, missing, dtype, save_as, rank, shard_size)
     )
     if output is not None:
         check_output(output, overwrite=False)
-    plan = make_plan(recipe, find_sources(recipe, relative_to, offline))
+    plan = make_plan(recipe, find_sources(recipe, relative_to, offline), relative_to)
     if output is not None and (problems := check_resources(output, plan)):
         raise PreflightError(problems)
     if as_json:
@@ -284,7 +297,7 @@ def task_command(
 
 
 def _given(*values: str | int | None) -> dict[str, Any]:
-    names = ("method", "preset", "orientation", "missing", "dtype", "save_as", "rank", "shard_size")
+    names = ("method", "data", "preset", "orientation", "missing", "dtype", "save_as", "rank", "shard_size")
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 

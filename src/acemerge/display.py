@@ -20,6 +20,16 @@ from acemerge.report.page import Finding
 from acemerge.sizes import human_bytes
 
 _ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
+_SCOPES = {
+    "all": "every weight takes part",
+    "linear": "the weights of linear layers merge, the others average",
+    "blocks": "the weights of linear layers in blocks merge, the others average; what comes after the blocks stays at the base",
+}
+_MERGES = {
+    "all": "every floating-point tensor",
+    "linear": "the weights of linear layers; other tensors are averaged",
+    "blocks": "the weights of linear layers in the model's blocks; other tensors are averaged, those after the last block kept",
+}
 
 
 class _PatientConsole(Console):
@@ -82,8 +92,10 @@ def _print_summary(plan: Plan, console: Console) -> None:
     counts = ", ".join(f"{plan.count(action)} {action}" for action in _ACTIONS)
     tied = f", {len(plan.omitted)} tied" if plan.omitted else ""
     console.print(f"method {plan.method.name} ({options})")
-    scope = f"preset {plan.family.name}: {plan.family.about}" if plan.method.touches == "matrices" else "every weight takes part"
-    console.print(f"{scope}; orientation {plan.recipe.orientation}")
+    used = f"the weights and data: {plan.data.about}; no labels" if plan.data else "the weights alone"
+    console.print(f"uses {used}")
+    preset = f"preset {plan.family.name}: {plan.family.about}"
+    console.print(f"{_SCOPES.get(plan.method.touches, preset)}; orientation {plan.recipe.orientation}")
     console.print(f"{len(plan.tensors) + len(plan.omitted)} tensors: {counts}{tied}")
     if any(expert.changes is not None for expert in plan.experts):
         console.print(_routes(plan))
@@ -154,10 +166,11 @@ def _figure(record: Any, name: str) -> str:
 
 def list_methods(methods: Sequence[Method]) -> None:
     """One line each."""
-    table = new_table("method", "what it does", "merges", "makes", "paper")
+    table = new_table("method", "uses", "what it does", "merges", "makes", "paper")
     for method in methods:
         makes = "a model per task" if method.per_task else "one model"
-        table.add_row(method.name, method.summary.split("\n")[0], method.touches, makes, method.paper)
+        does = method.summary.split("\n")[0].removeprefix("Uses data. ")
+        table.add_row(method.name, method.uses, does, method.touches, makes, method.paper)
     console = new_console()
     console.print(table)
     console.print("`acemerge methods NAME` describes one with its options.")
@@ -168,12 +181,10 @@ def describe_method(method: Method) -> None:
     console = new_console()
     console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
     rest = "averaged" if method.rest == "average" else "kept at the base's value"
-    merges = (
-        f"matrices; other tensors are {rest}, or kept as the model family's preset says"
-        if method.touches == "matrices"
-        else "every floating-point tensor"
-    )
-    console.print(f"It merges {merges}. Set an option with -s NAME=VALUE.")
+    matrices = f"matrices; other tensors are {rest}, or kept as the model family's preset says"
+    console.print(f"It merges {_MERGES.get(method.touches, matrices)}. Set an option with -s NAME=VALUE.")
+    if method.uses == "data":
+        console.print("It uses data besides the weights: give --data SUITE, or --data FOLDER with a file per expert.")
     if method.per_task:
         console.print("It makes one model per task, not one merged model: `acemerge task OUT EXPERT -o DIR` makes an expert's.")
     table = new_table("option", "default", "allowed", "meaning")
@@ -190,6 +201,7 @@ def method_json(method: Method) -> dict[str, Any]:
         "paper": method.paper,
         "summary": method.summary,
         "touches": method.touches,
+        "uses": method.uses,
         "per_task": method.per_task,
         "options": [asdict(option) for option in method.describe_options()],
     }

@@ -72,6 +72,8 @@ def _write_index(plan: Plan, folder: Path) -> None:
 def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
     """A recipe that `acemerge merge` takes: public names, every option explicit, the inputs' hashes."""
     fields = plan.recipe.model_dump(exclude={"inputs", "base", "experts", "options"}, exclude_defaults=True)
+    if plan.recipe.data:
+        fields["data"] = Path(plan.recipe.data).name  # a suite's name, or the folder's own: no local path
     base, *experts = _public_names([sources.base, *sources.experts])
     resolved = {
         "base": base,
@@ -140,7 +142,7 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
 
 # {plan.base.name} merged by {plan.method.title}
 
-{_made(plan)} {len(plan.experts)} fine-tuned ones, from their weights alone, with
+{_made(plan)} {len(plan.experts)} fine-tuned ones, from {_used(plan)}, with
 acemerge {__version__} and the method `{plan.method.name}` ({plan.method.paper}).
 
 Base: {sources.base.public_name}. Experts:
@@ -161,6 +163,10 @@ Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
 |---|---|---|
 {files}
 """
+
+
+def _used(plan: Plan) -> str:
+    return f"their weights and data of their tasks ({plan.data.about}; no labels)" if plan.data else "their weights alone"
 
 
 def _made(plan: Plan) -> str:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from threadpoolctl import threadpool_limits
 
 from acemerge.adapter import is_adapter, open_adapter
 from acemerge.checkpoint import Checkpoint, open_checkpoint
+from acemerge.data.needed import check_data_asked, check_experts_can_run
 from acemerge.engine.local import LocalEngine
 from acemerge.errors import InputError, PreflightError
 from acemerge.families import choose_family
@@ -28,6 +29,9 @@ from acemerge.resources import check_resources
 from acemerge.source import Source, expand_home, resolve_source
 from acemerge.staging import Staging, check_output, staged_output
 from acemerge.task_models import write_heads
+
+if TYPE_CHECKING:
+    from acemerge.bench.suites import Suite
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,9 @@ def run_merge(
     force: bool = False,
     report: bool = False,
     quiet: bool = True,
+    suite: Suite | None = None,
 ) -> MergeResult:
-    """Carry out a recipe and publish the result at `output`."""
+    """Carry out a recipe and publish the result at `output`. `suite` stands in for the recipe's data, if that is a suite."""
     output = expand_home(output)
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads}: give at least one")
@@ -79,7 +84,7 @@ def run_merge(
     check_output(output, overwrite)
     sources = find_sources(recipe, relative_to, offline)
     check_output(output, overwrite, [source.path for source in (sources.base, *sources.experts)])
-    plan = make_plan(recipe, sources)
+    plan = make_plan(recipe, sources, relative_to, suite)
     if not force and (problems := check_resources(output, plan, device)):
         raise PreflightError(problems)
     where = torch_device(device)
@@ -109,8 +114,9 @@ def find_sources(recipe: Recipe, relative_to: Path = Path(), offline: bool = Fal
     return Sources(base, experts, _unique_names([base, *experts], [None, *given]))
 
 
-def make_plan(recipe: Recipe, sources: Sources) -> Plan:
-    """Open the checkpoints (headers only) and decide everything."""
+def make_plan(recipe: Recipe, sources: Sources, relative_to: Path = Path(), suite: Suite | None = None) -> Plan:
+    """Open the checkpoints (headers only) and the data, if any, and decide everything."""
+    check_data_asked(recipe)
     base = open_checkpoint(sources.base.path, sources.names[0])
     problems: list[str] = []
     experts = []
@@ -123,7 +129,13 @@ def make_plan(recipe: Recipe, sources: Sources) -> Plan:
             problems.append(str(error))
     if problems:
         raise PreflightError(problems)
-    return build_plan(recipe, base, experts, base.config)
+    data = None
+    if recipe.data is not None:
+        from acemerge.data.source import open_data
+
+        check_experts_can_run(recipe, experts)
+        data = open_data(suite or recipe.data, base, experts, relative_to)
+    return build_plan(recipe, base, experts, base.config, data)
 
 
 def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:

@@ -11,14 +11,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from acemerge import __version__
 from acemerge.checkpoint import Checkpoint, TensorHeader, element_size
 from acemerge.families import Family
 from acemerge.frame import Sides
 from acemerge.methods import Method, Options, get_method
+from acemerge.methods.registry import Uses
 from acemerge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from acemerge.data.source import Data
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 Form = Literal["value", "factors", "absent"]
@@ -128,6 +132,13 @@ class PlannedTensor:
             len(self.experts) * self.header.elements * size + max(working, self.header.elements * size) + self.output_bytes
         )
 
+    @property
+    def measured_bytes(self) -> int:
+        """Of one expert, while its model runs on data."""
+        if not self.method or self.action != "merged":
+            return 0
+        return int(8 * get_method(self.method).measured_elements(*self.matrix_shape))
+
 
 @dataclass(frozen=True)
 class PlannedHead:
@@ -153,6 +164,8 @@ class Plan:
     omitted: Mapping[str, str]
     """Tied names left out of the output -> the name that holds their value."""
     notes: tuple[str, ...]
+    data: Data | None = None
+    """For methods that use it."""
 
     @cached_property
     def shards(self) -> dict[str, tuple[PlannedTensor, ...]]:
@@ -194,9 +207,22 @@ class Plan:
         return sum(tensor.input_bytes for tensor in self.tensors)
 
     @property
+    def uses(self) -> Uses:
+        """What the methods at work here need: data is opened for those only that use it."""
+        return "data" if self.data else "weights"
+
+    @property
     def peak_memory(self) -> int:
-        """Estimated peak of this process's own memory, beyond Python and torch themselves."""
-        return max(tensor.peak_memory for tensor in self.tensors)
+        """Estimated peak of this process's own memory, beyond Python and torch themselves; what models compute not included."""
+        return max(self._measuring_memory, *(tensor.peak_memory for tensor in self.tensors))
+
+    @property
+    def _measuring_memory(self) -> int:
+        """While an expert's model runs on data: its weights in float32, and what is measured."""
+        if not self.data:
+            return 0
+        largest = max(sum(header.elements for header in expert.tensors.values()) for expert in self.experts)
+        return 4 * largest + sum(tensor.measured_bytes for tensor in self.tensors)
 
     @property
     def flops(self) -> float:
@@ -218,6 +244,8 @@ class Plan:
             "orientation": self.recipe.orientation,
             "saved_as": self.recipe.save_as,
             "per_task": bool(self.per_task_methods),
+            "uses": self.uses,
+            **({"data": self.data.record} if self.data else {}),
             "totals": {
                 **{action: self.count(action) for action in ("merged", "averaged", "kept", "copied")},
                 "omitted_tied": len(self.omitted),

@@ -10,6 +10,8 @@ from acemerge.adapter import Adapter
 from acemerge.adapter_output import plan_as_adapter
 from acemerge.adapter_settings import EXPAND
 from acemerge.checkpoint import Checkpoint, TensorHeader
+from acemerge.data.layer_rules import LayerRules
+from acemerge.data.source import Data
 from acemerge.errors import InputError, PreflightError
 from acemerge.families import (
     BUFFERS,
@@ -31,16 +33,20 @@ from acemerge.tied import tied_names
 _ABSENT, _UNCHANGED = "no expert has it", "no adapter changes it"
 
 
-def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], config: Mapping[str, Any]) -> Plan:
+def build_plan(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], config: Mapping[str, Any], data: Data | None = None
+) -> Plan:
     """Decide everything, or raise PreflightError with every problem found."""
-    return _Planner(recipe, base, tuple(experts), config).plan()
+    return _Planner(recipe, base, tuple(experts), config, data).plan()
 
 
 class _Planner:
     """Collects decisions and problems side by side, so that the user sees all problems at once."""
 
-    def __init__(self, recipe: Recipe, base: Checkpoint, experts: tuple[Checkpoint, ...], config: Mapping[str, Any]) -> None:
-        self.recipe, self.base, self.experts, self.config = recipe, base, experts, config
+    def __init__(
+        self, recipe: Recipe, base: Checkpoint, experts: tuple[Checkpoint, ...], config: Mapping[str, Any], data: Data | None
+    ) -> None:
+        self.recipe, self.base, self.experts, self.config, self.data = recipe, base, experts, config, data
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.strangers: dict[str, list[str]] = {}
@@ -53,6 +59,7 @@ class _Planner:
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
         self.used_rules: set[int] = set()
         self.only_adapters = all(expert.changes is not None for expert in experts)
+        self.layers = LayerRules(data, experts) if data else None
 
     def plan(self) -> Plan:
         self._check_models()
@@ -64,6 +71,8 @@ class _Planner:
         self._report_strangers()
         self._report_missing(tensors)
         self._say_one_model_per_task(tensors)
+        if self.layers:
+            self.problems.extend(self.layers.problems(self.recipe, tensors))
         self.problems.extend(
             f"{problem} for {_some(names)}; give those a recipe rule of their own" for problem, names in self.miscounts.items()
         )
@@ -74,7 +83,7 @@ class _Planner:
             raise PreflightError(self.problems)
         return Plan(
             self.recipe, self.method, self.options, self.base, self.experts, self.family, tensors, heads, self.omitted,
-            tuple(self.notes),
+            tuple(self.notes), self.data,
         )  # fmt: skip
 
     # -- whole models
@@ -118,7 +127,7 @@ class _Planner:
         sources = self._sources(name)
         if not sources:
             return without_method("kept", _UNCHANGED if self.only_adapters else _ABSENT)
-        action, reason = self._fate(name, header, rule)
+        action, reason = self._fate(name, header, rule, sources)
         if action == "kept":
             self._note_shapes(name, header, sources)
             return without_method("kept", reason)
@@ -133,6 +142,8 @@ class _Planner:
         transposed = (
             self.recipe.orientation == "canonical" and is_matrix and is_stored_in_out(name, self.family, self.base.tensors)
         )
+        if action == "merged" and self.layers and method.touches in ("linear", "blocks"):
+            transposed = self.layers.stored_in_out(sources)
         core, rank = self._core(sources, method.core_sides(options))
         return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources, core, rank)
 
@@ -153,7 +164,9 @@ class _Planner:
         except InputError as error:
             raise InputError(f"recipe rule '{rule.match}': {error}") from None
 
-    def _fate(self, name: str, header: TensorHeader, rule: TensorRule | None) -> tuple[Action, str]:
+    def _fate(
+        self, name: str, header: TensorHeader, rule: TensorRule | None, sources: tuple[ExpertTensor, ...]
+    ) -> tuple[Action, str]:
         """Merged, averaged or kept, for a weight that at least one expert has."""
         method, _ = self._method_for(rule)
         asked = f"rule '{rule.match}'" if rule else ""
@@ -161,6 +174,9 @@ class _Planner:
             return "averaged", asked
         if method.touches == "all":
             return "merged", asked
+        if method.touches in ("linear", "blocks"):
+            assert self.layers is not None
+            return self.layers.fate(method, sources)
         if not _forces(rule) and matches(name, self.family.kept):
             return "kept", f"preset '{self.family.name}' leaves it at the base"
         rest: Action = "averaged" if method.rest == "average" else "kept"

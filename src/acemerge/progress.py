@@ -62,7 +62,9 @@ class PlainProgress:
         )
 
     def say(self, message: str) -> None:
-        """On its own line."""
+        """On its own line. What comes before the first tensor does not count for the rate."""
+        if not self._done_tensors:
+            self._started = self._printed = time.monotonic()
         print(message, file=sys.stderr, flush=True)
 
 

@@ -56,6 +56,8 @@ class Recipe(_Strict):
     experts: Annotated[list[Expert], BeforeValidator(lambda v: [_as_expert(e) for e in v] if isinstance(v, list) else v)]
     method: str = "ace"
     options: dict[str, Any] = Field(default_factory=dict)
+    data: str | None = None
+    """For methods that use data: one of the bench's suites, or a folder with a file per expert."""
     tensors: list[TensorRule] = Field(default_factory=list)
     preset: str = "auto"
     orientation: Orientation = "canonical"

@@ -19,12 +19,17 @@ from acemerge.frame import Factors, Frame, low_rank_factors, standard_frame, to_
 from acemerge.linalg import sum_of_squares
 from acemerge.lora_change import LoraChange
 from acemerge.methods import Context, Merged, get_method
-from acemerge.methods.registry import Fact
+from acemerge.option_text import Fact
 from acemerge.plan import Plan, PlannedTensor
 
 REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
-Measured = Fact | list[float]
+TensorFact = Fact | list[float]
 """What a report says of a tensor: what its method tells, and norms; `task_norms` in the order of its experts."""
+_ANOTHER_EPSILON = (
+    "try a smaller alpha or, with ACE, another epsilon: larger where the regulariser's share of the system (ridge_share) is near "
+    "0, smaller where it is near 1"
+)
+_MORE_ROWS = "that is common where inputs are few or much alike; more rows or, with RegMean, a smaller off_diagonal shorten it"
 LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
 
 
@@ -33,7 +38,7 @@ class MergedTensor:
     """The value to write, on the CPU, in the output dtype and the stored layout; facts and warnings for the report."""
 
     value: Tensor
-    facts: Mapping[str, Measured]
+    facts: Mapping[str, TensorFact]
     warnings: tuple[str, ...] = ()
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -73,7 +78,7 @@ class MergedFactors:
     """A merged change as the product of two small matrices, in the method's orientation; facts and warnings for the report."""
 
     factors: Factors
-    facts: Mapping[str, Measured]
+    facts: Mapping[str, TensorFact]
     warnings: tuple[str, ...] = ()
 
 
@@ -102,7 +107,7 @@ def merge_to_factors(
 
 def _merge(
     plan: Plan, planned: PlannedTensor, task_vectors: Tensor, context: Context, energies: list[float]
-) -> tuple[Merged, dict[str, Measured]]:
+) -> tuple[Merged, dict[str, TensorFact]]:
     """The method at work, and what it and the norms tell."""
     assert planned.method is not None
     assert planned.options is not None
@@ -158,7 +163,8 @@ def observed_task_vectors(
 def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, statistics: Any = None) -> Context:
     """What a method may know about the tensor beyond its task vectors."""
     names = tuple(plan.experts[source.expert].name for source in planned.experts)
-    return Context(planned.name, names, _to_method(plan.base.read(planned.name), planned.transposed), statistics, frame)
+    base = _to_method(plan.base.read(planned.name), planned.transposed)
+    return Context(planned.name, names, base, statistics, frame, planned.transposed)
 
 
 def load_task_vectors(
@@ -285,19 +291,17 @@ def _stored_parts(parts: Mapping[str, Tensor], planned: PlannedTensor) -> dict[s
     return stored
 
 
-def _norms(energies: list[float], merged: Merged) -> dict[str, Measured]:
+def _norms(energies: list[float], merged: Merged) -> dict[str, TensorFact]:
     norm, largest = math.sqrt(sum_of_squares(merged.delta)), math.sqrt(max(energies))
     return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
 
 
-def _warnings(planned: PlannedTensor, facts: Mapping[str, Measured], given: Sequence[str]) -> tuple[str, ...]:
+def _warnings(planned: PlannedTensor, facts: Mapping[str, TensorFact], given: Sequence[str]) -> tuple[str, ...]:
     found = list(given)
     ratio = facts.get("norm_ratio", 0.0)
     if isinstance(ratio, float) and ratio > LARGE_MERGE:
-        found.append(
-            f"the merged change is {ratio:.1f}x the largest task vector; try a smaller alpha or, with ACE, another epsilon: "
-            "larger where the regulariser's share of the system (ridge_share) is near 0, smaller where it is near 1"
-        )
+        advice = _MORE_ROWS if planned.method and get_method(planned.method).uses == "data" else _ANOTHER_EPSILON
+        found.append(f"the merged change is {ratio:.1f}x the largest task vector; {advice}")
     return tuple(f"tensor '{planned.name}': {warning}" for warning in found)
 
 

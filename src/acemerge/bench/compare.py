@@ -24,8 +24,8 @@ ALPHAS = (0.25, 0.5, 0.75, 1.0, 1.5)
 
 
 def default_methods(experts: int) -> list[str]:
-    """Every registered method that takes this number of experts."""
-    return [method.name for method in all_methods() if method.experts in (None, experts)]
+    """Every registered method that takes this number of experts and needs their weights alone."""
+    return [method.name for method in all_methods() if method.experts in (None, experts) and method.uses == "weights"]
 
 
 def rows_of(suite: Suite, candidates: Sequence[Candidate], seeds: Sequence[int], limit: int | None, say: Say) -> tuple[Row, ...]:
@@ -46,6 +46,7 @@ def describe_run(suite: Suite, seeds: Sequence[int], limit: int | None, with_exp
         "seeds": ", ".join(map(str, seeds)),
         "test_rows_per_task": "all" if limit is None else f"at most {limit}",
         "metric": _metric(suite),
+        "data": "none but for rows marked as using data, which see training rows of the tasks without their labels",
         "merged_tensors": "as the preset of the base's model type says; canonical orientation unless stated; heads never",
         "standard_error": "of the average, from the number of test rows and, with several seeds, the spread over seeds",
         "command": " ".join(["acemerge", *sys.argv[1:]]),

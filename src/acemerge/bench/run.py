@@ -28,6 +28,7 @@ from acemerge.evaluate.metrics import Accuracy, Estimate
 from acemerge.families import is_task_head
 from acemerge.input_hashes import named_sha256
 from acemerge.methods import get_method
+from acemerge.methods.registry import Uses
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Candidate:
     def method(self) -> str | None:
         """The merging method, if it is a merge."""
         return self.request.get("method")
+
+    @property
+    def uses(self) -> Uses:
+        """Whether it is made from weights alone, or from training rows of the tasks too."""
+        return get_method(self.method).uses if self.method else "weights"
 
     def full_request(self) -> dict[str, Any]:
         """The request with the method's defaults written out: what asks for the same is the same."""
@@ -176,6 +182,8 @@ def _make_model(job: Job, unfinished: Unfinished) -> MergeReport | None:
         base, request = candidate.model, {**suite.merge, **BASE.request}  # adds nothing but the experts' heads
     elif not candidate.request:
         return None
+    if candidate.uses == "data":
+        request["data"] = suite
     if unfinished.report is None or not merged.is_dir():
         return measured_merge(base, suite.folders(job.seed), merged, request, suite.compute)
     return unfinished.report

@@ -96,6 +96,7 @@ class Row:
             "hyper_parameters": self.hyper_parameters,
             "chosen": self.candidate.chosen,
             "per_task": self.per_task,
+            "uses": self.candidate.uses,
             "scores": {task: self.score(task) for task in self.tasks},
             "share_of_expert": {task: self.share_of_expert(task) for task in self.tasks},
             "average": self.average,
@@ -146,12 +147,12 @@ class Table:
         tasks = self.rows[0].tasks
         writer.writerow(
             ["row", *tasks, "average", "normalised_average", "standard_error", "merge_seconds", "peak_bytes", "per_task",
-             "hyper_parameters", "chosen"]
+             "uses", "hyper_parameters", "chosen"]
         )  # fmt: skip
         for row in self.rows:
             shares = [*(row.score(task) for task in tasks), row.average, row.normalised, row.standard_error]
             cost = [_known(row.seconds, ".2f"), _known(row.peak_bytes, "d")]
-            rest = [row.per_task, row.hyper_parameters, row.candidate.chosen]
+            rest = [row.per_task, row.candidate.uses, row.hyper_parameters, row.candidate.chosen]
             writer.writerow([row.candidate.label, *(f"{share:.5f}" for share in shares), *cost, *rest])
         return text.getvalue()
 
@@ -204,9 +205,13 @@ def as_cells(rows: Sequence[Row], others: Mapping[str, PaperRow] | None = None) 
         shares = [*(row.score(task) for task in tasks), row.average, row.standard_error, row.normalised]
         peak = None if row.peak_bytes is None else row.peak_bytes / 1e6
         cost = [_known(row.seconds, ".1f"), _known(peak, ".0f")]
-        cells.append([row.candidate.label, *map(_percent, shares), *cost])
+        cells.append([_label(row), *map(_percent, shares), *cost])
         cells += _paper_line("  in the paper", row.paper, "raw", tasks, 4)
     return [*cells, *_other_lines(others, "raw", tasks, 4)]
+
+
+def _label(row: Row) -> str:
+    return f"{row.candidate.label} (uses data)" if row.candidate.uses == "data" else row.candidate.label
 
 
 def as_normalised_cells(rows: Sequence[Row], others: Mapping[str, PaperRow] | None = None) -> list[list[str]]:
@@ -214,7 +219,7 @@ def as_normalised_cells(rows: Sequence[Row], others: Mapping[str, PaperRow] | No
     tasks = rows[0].tasks
     cells = [["model", *tasks, "average"]]
     for row in rows:
-        cells.append([row.candidate.label, *(_percent(row.share_of_expert(task)) for task in tasks), _percent(row.normalised)])
+        cells.append([_label(row), *(_percent(row.share_of_expert(task)) for task in tasks), _percent(row.normalised)])
         cells += _paper_line("  in the paper", row.paper, "normalised", tasks, 0)
     return [*cells, *_other_lines(others, "normalised", tasks, 0)]
 

@@ -56,6 +56,8 @@ def plan_candidates(
     wanted = [(text, *parse_candidate(text)) for text in dict.fromkeys(texts)]
     planned = []
     for text, method, options in wanted:
+        if get_method(method).uses == "data":
+            raise InputError(f"-m {text}: uses data, and a diagnosis looks at weights alone; merge with it and evaluate instead")
         if get_method(method).per_task:
             raise InputError(f"-m {text}: makes one model per task, so there is no one merge to compare; see `acemerge methods`")
         planned.append((text, make_plan(recipe.model_copy(update={"method": method, "options": options}), sources)))

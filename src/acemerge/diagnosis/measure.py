@@ -114,8 +114,8 @@ def measure(
 ) -> Diagnosis:
     """Measure the experts of a recipe. With `quick`, forecasts and spectra come from the first, middle and last layer only."""
     where = device or torch.device("cpu")
-    as_ace = recipe if recipe.method == "ace" else recipe.model_copy(update={"method": "ace", "options": {}})
-    plan = make_plan(as_ace, sources)
+    recipe = _by_ace(recipe)
+    plan = make_plan(recipe, sources)
     everything = _plan_of_everything(plan, sources)
     comparable = recipe.model_copy(update={"tensors": [*_rules_to_keep(plan), *recipe.tensors]})
     planned_candidates = plan_candidates(candidates, comparable, sources, where, progress)
@@ -137,7 +137,12 @@ def measure(
 
 def planned_work(recipe: Recipe, sources: Sources) -> Plan:
     """What a diagnosis will read, for its progress bar."""
-    return _plan_of_everything(make_plan(recipe, sources), sources)
+    return _plan_of_everything(make_plan(_by_ace(recipe), sources), sources)
+
+
+def _by_ace(recipe: Recipe) -> Recipe:
+    """The same models, to be merged by ACE from weights alone."""
+    return recipe if recipe.method == "ace" else recipe.model_copy(update={"method": "ace", "options": {}, "data": None})
 
 
 def _plan_of_everything(plan: Plan, sources: Sources) -> Plan:

@@ -36,7 +36,8 @@ class LocalEngine:
             for tensor in self.plan.shards[shard]:
                 self.progress.advance(tensor)
         if unfinished:
-            gathered = gather_statistics(self.plan, self.device, self.progress)
+            hashes = self.staging.inputs.all if self.staging.inputs else dict
+            gathered = gather_statistics(self.plan, self.device, self.progress, hashes)
             for shard, tensors in unfinished.items():
                 self._run_shard(shard, tensors, gathered)
 

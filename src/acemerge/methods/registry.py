@@ -31,11 +31,9 @@ from torch import Tensor
 
 from acemerge.errors import InputError, did_you_mean
 from acemerge.frame import Frame, Sides, standard_frame
+from acemerge.option_text import DescribedOption, Fact, describe_option
 
 ENTRY_POINT_GROUP = "acemerge.methods"
-
-Fact = float | int | str | bool
-
 
 Alpha = Annotated[float, Field(allow_inf_nan=False, description="final scale: W = W0 + alpha * M")]
 
@@ -64,9 +62,11 @@ class Context:
     base: Tensor | None = None
     """W0, oriented like the task vectors, in its stored dtype."""
     statistics: Any = None
-    """What the method's statistics pass gathered."""
+    """What the method's statistics pass gathered, or what it measured on data."""
     frame: Frame | None = None
     """The coordinates that the task vectors are given in; those of the tensor itself by default."""
+    transposed: bool = False
+    """Whether the file stores the tensor the other way round than the task vectors are given."""
 
     def frame_of(self, task_vectors: Float[Tensor, "task *shape"]) -> Frame:
         """The coordinates of these task vectors."""
@@ -113,6 +113,9 @@ Cost = Callable[[int, int, int], float]
 LowRank = Sides | Callable[[Any], Sides | None] | None
 PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
+Measure = Callable[[Any, Any], Any]
+Touches = Literal["matrices", "linear", "blocks", "all"]
+Uses = Literal["weights", "data"]
 
 
 @dataclass(frozen=True)
@@ -123,18 +126,25 @@ class Method:
     title: str
     paper: str
     summary: str
-    touches: Literal["matrices", "all"]
+    touches: Touches
     rest: Literal["average", "keep"]
     options_type: type[Options]
     kernel: Kernel
     statistics: StatisticsFactory | None
+    measure: Measure | None
     experts: int | None
     ordered: bool
     per_task: bool
     low_rank: LowRank
     flops: Cost
     float64_elements: Cost
+    measured_elements: Cost
     parts_elements: PartsCost
+
+    @property
+    def uses(self) -> Uses:
+        """What it needs: the models' weights alone, or also data of every expert's task."""
+        return "data" if self.measure else "weights"
 
     def core_sides(self, options: Options) -> Sides | None:
         """On which sides of low-rank task vectors it may work in their small common core instead; None: on neither."""
@@ -146,6 +156,8 @@ class Method:
         Without statistics the tensor is taken for a whole model of its own, and they are gathered here.
         """
         context = context or Context(experts=tuple(map(str, range(len(task_vectors)))))
+        if self.measure and context.statistics is None:
+            raise InputError(f"{needs_data(self.name)}: acemerge.merge(..., data=...) measures it")
         if context.statistics is None:
             context = replace(context, statistics=self._statistics_of_one(task_vectors, options, context))
         takes_context = "context" in inspect.signature(self.kernel).parameters
@@ -188,45 +200,13 @@ class Method:
         """Name, default, allowed values and meaning of each option, for help, docs and errors."""
         hints = get_type_hints(self.options_type, include_extras=True)
         defaults = asdict(self.options_type())
-        described = [_describe_option(name, hints[name], default) for name, default in defaults.items()]
+        described = [describe_option(name, hints[name], default) for name, default in defaults.items()]
         return [*described[1:], described[0]]  # a method's own options first, the common alpha last
 
 
-@dataclass(frozen=True)
-class DescribedOption:
-    """One option as a person reads it."""
-
-    name: str
-    default: Fact
-    allowed: str
-    meaning: str
-
-
-def _describe_option(name: str, hint: Any, default: Fact) -> DescribedOption:
-    schema = TypeAdapter(hint).json_schema()
-    return DescribedOption(name, default, _allowed(schema), schema.get("description", ""))
-
-
-def _allowed(schema: Mapping[str, Any]) -> str:
-    """The values a JSON schema admits, in words.
-
-    >>> _allowed({"type": "number", "exclusiveMinimum": 0, "maximum": 1})
-    'a number > 0 and <= 1'
-    >>> _allowed({"type": "array", "items": {"type": "number"}})
-    'a list, each entry a number'
-    """
-    if "anyOf" in schema:
-        return " or ".join(_allowed(choice) for choice in schema["anyOf"])
-    if "const" in schema:
-        return repr(schema["const"])
-    if "enum" in schema:
-        return "one of " + ", ".join(map(repr, schema["enum"]))
-    if schema["type"] == "array":
-        return f"a list, each entry {_allowed(schema['items'])}"
-    names = {"number": "a number", "integer": "a whole number", "boolean": "true or false", "string": "text"}
-    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-    bounds = " and ".join(f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema)
-    return f"{names[schema['type']]} {bounds}".strip()
+def needs_data(name: str) -> str:
+    """The beginning of every refusal to do without data."""
+    return f"method '{name}' uses data of every expert's task besides the weights"
 
 
 def masks_elements(options: Options, tasks: int, rows: int, columns: int) -> float:  # noqa: ARG001
@@ -242,27 +222,33 @@ def method(
     *,
     title: str,
     paper: str,
-    touches: Literal["matrices", "all"] = "matrices",
+    touches: Touches = "matrices",
     rest: Literal["average", "keep"] = "average",
     statistics: StatisticsFactory | None = None,
+    measure: Measure | None = None,
     experts: int | None = None,
     ordered: bool = False,
     per_task: bool = False,
     low_rank: LowRank = None,
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
+    measured_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
     parts_elements: PartsCost = lambda options, tasks, rows, columns: (1.0 + tasks) * rows * columns,  # noqa: ARG005
 ) -> Callable[[Kernel], Kernel]:
     """Register a merging method.
 
     `touches` says which tensors it is for: "matrices", the others being averaged or kept as `rest` says, or "all"
-    floating-point tensors. `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its
-    options need no such pass. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
+    floating-point tensors. Of methods that run the models on data: "linear", the weights of linear layers, the others being
+    averaged; "blocks", those in the model's stack of blocks, what comes after the stack being kept at the base's value.
+    `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
+    pass. `measure(run, options)` is for a method that uses data: given an `acemerge.data.run.DataRun`, what its kernel then
+    finds in `context.statistics`. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
     their order matters; `per_task` that it makes one model per task, not one merged model. `low_rank`, or what it gives
     for the options, names the sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts
     are then merged in their small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
-    (tasks, rows, columns); `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
+    (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;
+    `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
     the tasks and what they share, given (options, tasks, rows, columns). The summary shown to users is the function's docstring.
     """
 
@@ -270,8 +256,9 @@ def method(
         options_type = get_type_hints(kernel)["options"]
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
-            options_type=options_type, kernel=kernel, statistics=statistics, experts=experts, ordered=ordered, per_task=per_task,
-            low_rank=low_rank, flops=flops, float64_elements=float64_elements, parts_elements=parts_elements,
+            options_type=options_type, kernel=kernel, statistics=statistics, measure=measure, experts=experts, ordered=ordered,
+            per_task=per_task, low_rank=low_rank, flops=flops, float64_elements=float64_elements,
+            measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel
 

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.linalg import LeadingDirections, changed_tasks, directions_elements, directions_flops, leading_directions, polar
-from acemerge.methods.registry import Context, Fact, Merged, Options, method
+from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.option_text import Fact
 
 SAME_DIRECTION = 1e-5
 """Experts' directions closer than this (in radians) are one: their difference is float32 rounding, not something to amplify."""
