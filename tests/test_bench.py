@@ -142,9 +142,9 @@ def test_profile_matches_a_merge(cache: Path, tmp_path: Path) -> None:
     result = acemerge.merge(experts.base, folders, tmp_path / "merged")
     gammas = {record["name"]: record["gamma"] for record in result.tensors if record["action"] == "merged"}
     found = profile(SUITE, 0)
-    assert {tensor.name: tensor.gamma for tensor in found} == pytest.approx(gammas)
-    homogeneous = [tensor for tensor in found if tensor.branch == "homogeneous"]
-    assert all(tensor.overlap == pytest.approx(1) for tensor in homogeneous), "nothing is refined there"
+    assert {tensor.name: tensor.gamma for tensor in found.matrices} == pytest.approx(gammas)
+    homogeneous = [tensor.spectra for tensor in found.matrices if not tensor.heterogeneous and tensor.spectra]
+    assert all(spectra.plain == spectra.merged for spectra in homogeneous), "nothing is refined there"
     assert len(profile_table(found)) == 1 + 6
 
 

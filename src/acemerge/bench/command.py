@@ -209,15 +209,13 @@ def profile_command(
     suite: SuiteName, models: Models = None, data: Data = None, tasks: Tasks = None, output: Output = DEFAULT_OUTPUT
 ) -> None:
     """A look inside ACE: gamma and branch of every tensor, spectra before and after refinement (experts of seed 0)."""
-    from dataclasses import asdict
-
     chosen = open_suite(suite, models, data, tasks, run_generated_code=True)  # none is run here
     from acemerge.bench.profile import profile, profile_table
     from acemerge.bench.show import publish_grids
 
     chosen.prepare([0], say)
     found = profile(chosen, 0)
-    publish_grids(f"Inside ACE on {suite}", [profile_table(found)], [asdict(p) for p in found], output, f"profile-{suite}")
+    publish_grids(f"Inside ACE on {suite}", [profile_table(found)], found.to_json(), output, f"profile-{suite}")
 
 
 @bench_app.command("premise")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from acemerge.bench.domain import Domain, Prepared
 from acemerge.bench.evaluation import batches_of_like_length
 from acemerge.bench.experts import Say
-from acemerge.bench.profile import merged_matrices, plan_suite
+from acemerge.bench.suite_plan import merged_matrices, plan_suite
 from acemerge.bench.suites import Suite
 
 
@@ -103,7 +103,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def measure_premise(suite: Suite, seed: int, rows: int, say: Say) -> list[Alignment]:
     """Every matrix of every expert."""
-    plan = plan_suite(suite, seed, method="ace")
+    plan = plan_suite(suite, seed)
     experts = suite.experts(seed)
     merged = [t for t in plan.tensors if t.action == "merged"]
     names = [{t.name: t.experts[i].name or "" for t in merged} for i in range(len(suite.tasks))]
