@@ -285,9 +285,12 @@ def test_rules_hold_for_the_model_that_is_measured(method: str, tmp_path: Path, 
     rules = [{"match": kept, "do": "keep"}, {"match": averaged, "do": "average"}]
     seen: dict[str, Tensor] = {}
     install = ExpertModel.install
-    monkeypatch.setattr(
-        ExpertModel, "install", lambda self, name, value: seen.update({name: value}) or install(self, name, value)
-    )
+
+    def watched(self: ExpertModel, name: str, value: Tensor) -> None:
+        seen[name] = value
+        install(self, name, value)
+
+    monkeypatch.setattr(ExpertModel, "install", watched)
     acemerge.merge(
         models.base, list(models.experts.values()), tmp_path / "out", method, data=rows, tensors=rules, **QUICK.get(method, {})
     )
