@@ -22,9 +22,20 @@ def profile(suite: Suite, seed: int) -> Diagnosis:
 def profile_table(diagnosis: Diagnosis) -> list[list[str]]:
     """By kind of matrix, over its layers."""
     lines = [
-        ["matrix", "layers", "gamma", "heterogeneous", "ridge share", "norm / largest task", "rank of P", "rank of M", "top 5% of P",
-         "top 5% of M", "cosine"]
-    ]  # fmt: skip
+        [
+            "matrix",
+            "layers",
+            "gamma",
+            "heterogeneous",
+            "ridge share",
+            "norm / largest task",
+            "rank of P",
+            "rank of M",
+            "top 5% of P",
+            "top 5% of M",
+            "cosine",
+        ]
+    ]
     for kind in kinds_in_order(tensor.kind for tensor in diagnosis.matrices):
         lines.append([kind, *_line([tensor for tensor in diagnosis.matrices if tensor.kind == kind])])
     return lines

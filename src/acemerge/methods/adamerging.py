@@ -154,7 +154,7 @@ def _batch(run: DataRun, expert: int, step: int, options: AdaMergingOptions) -> 
     measure=measure_coefficients,
     flops=lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005
-    measured_elements=lambda tasks, rows, columns: (0.5 + 0.5) * rows * columns,  # noqa: ARG005
+    measured_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005
 )
 def adamerging(task_vectors: Float[Tensor, "task *shape"], options: AdaMergingOptions, context: Context) -> Merged:  # noqa: ARG001
     """Uses data. Task arithmetic whose coefficients are learnt: the merged model is to be sure of its answers.
