@@ -328,6 +328,7 @@ def test_models_of_another_origin_are_refused(tmp_path: Path) -> None:
     text = said(base, experts)
     assert "stop: Expert 'stranger' is not a fine-tune of this base" in text
     assert "'expert-0' is not" not in text
+    assert "good:" not in text
 
 
 def test_good_experts_are_called_mergeable(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ RELATED = 0.5
 """A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
 FAR = 0.3
 """A change longer than this share of the base itself is no small fine-tune."""
-DUPLICATE, OPPOSED = 0.99, -0.2
+DUPLICATE, ALIKE, OPPOSED = 0.99, 0.5, -0.2
 NEAR_ONE = 1.0
 """Of the mean log energy: within a factor e of 1."""
 STRONG = 10.0
@@ -24,9 +24,11 @@ RIDGE_DOMINATES, CENTRED_AWAY, KEPT_CHANGE, LOW_RANK = 0.5, 0.3, 0.1, 0.999
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
-    """All of them, the gravest first."""
+    """All of them, the gravest first. What cannot be merged at all gets no praise beside that."""
     summary = Summary(diagnosis)
     found = [finding for look in _LOOKS for finding in look(summary)]
+    if any(finding.level == "stop" for finding in found):
+        found = [finding for finding in found if finding.level != "good"]
     return sorted(found, key=lambda finding: ("stop", "caution", "good").index(finding.level))
 
 
@@ -89,8 +91,11 @@ def _pairs_of_experts(summary: Summary) -> Iterator[Finding]:
         low, high = ranked[0], ranked[-1]
         yield Finding(
             "good",
-            f"Experts changed different things: cosines between their changes are {low[0]:.2f} to {high[0]:.2f} "
-            f"(most alike: '{names[high[1]]}' and '{names[high[2]]}').",
+            f"Experts changed {'different' if high[0] < ALIKE else 'partly the same'} things: the cosines between their changes go "
+            f"from {low[0]:.2f} ('{names[low[1]]}' and '{names[low[2]]}') to {high[0]:.2f} ('{names[high[1]]}' and "
+            f"'{names[high[2]]}')."
+            if len(ranked) > 1
+            else f"The cosine between the two experts' changes is {low[0]:.2f}.",
         )
 
 
