@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from acemerge.diagnosis.measure import Diagnosis
 from acemerge.diagnosis.summary import Summary, pairs
@@ -88,15 +88,16 @@ def _pairs_of_experts(summary: Summary) -> Iterator[Finding]:
                 "No single model can follow both; check the forecast for these two, or leave one out.",
             )
     if ranked and ranked[0][0] >= OPPOSED and ranked[-1][0] <= DUPLICATE:
-        low, high = ranked[0], ranked[-1]
-        yield Finding(
-            "good",
-            f"Experts changed {'different' if high[0] < ALIKE else 'partly the same'} things: the cosines between their changes go "
-            f"from {low[0]:.2f} ('{names[low[1]]}' and '{names[low[2]]}') to {high[0]:.2f} ('{names[high[1]]}' and "
-            f"'{names[high[2]]}')."
-            if len(ranked) > 1
-            else f"The cosine between the two experts' changes is {low[0]:.2f}.",
-        )
+        yield Finding("good", _said_of_cosines(ranked, names))
+
+
+def _said_of_cosines(ranked: Sequence[tuple[float, int, int]], names: Sequence[str]) -> str:
+    if len(ranked) == 1:
+        return f"The cosine between the two experts' changes is {ranked[0][0]:.2f}."
+    (low, *least), (high, *most) = ranked[0], ranked[-1]
+    a, b = (" and ".join(f"'{names[expert]}'" for expert in pair) for pair in (least, most))
+    kind = "different" if high < ALIKE else "partly the same"
+    return f"Experts changed {kind} things: cosines between their changes go from {low:.2f} ({a}) to {high:.2f} ({b})."
 
 
 def _strength(summary: Summary) -> Iterator[Finding]:
