@@ -30,7 +30,7 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 FUZZ_EXAMPLES ?= 10000
 fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000)
