@@ -111,3 +111,12 @@ def test_task_vectors_that_cannot_be_merged(task_vectors: Tensor, complaint: str
 def test_parameters_can_be_given_as_they_are() -> None:
     task_vectors = torch.rand(2, 4, 4, requires_grad=True)
     assert not acemerge.merge_task_vectors(task_vectors).requires_grad
+
+
+def test_problems_survive_the_way_between_processes() -> None:
+    import pickle
+
+    from acemerge.errors import PreflightError
+
+    again = pickle.loads(pickle.dumps(PreflightError(["one", "two"])))
+    assert (again.problems, str(again)) == (("one", "two"), str(PreflightError(["one", "two"])))

@@ -282,6 +282,21 @@ def test_whole_model_methods_and_methods_without_a_core_are_compared_on_adapters
         assert tensor.forecasts.keys() == {"ties", "ace", "knots_ties"}
 
 
+def test_weights_that_are_a_list_can_be_forecast(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 1, 2)
+    found = acemerge.diagnose(base, experts, candidates=["linear:weights=1,0,normalise=false"])
+    assert all(tensor.forecasts["linear:weights=1,0,normalise=false"].interference[0] == 0 for tensor in found.matrices)
+
+
+def test_an_adapter_is_of_its_base_however_strong(tmp_path: Path) -> None:
+    strong = {name: {**settings, "strength": 30.0} for name, settings in lora_zoo.LORAS["GPT2LMHeadModel"].items()}
+    zoo = lora_zoo.build(tmp_path, "GPT2LMHeadModel", strong)
+    found = acemerge.diagnose(zoo.base, zoo.adapters)
+    assert found.adapters == tuple(zoo.adapters)
+    level, _ = verdict(findings(found))
+    assert level == "caution"
+
+
 def test_tensors_of_another_shape_are_left_out(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, layers=1, experts=1)
     tensors = model_zoo.read_tensors(experts[0])
@@ -326,8 +341,8 @@ def test_models_of_another_origin_are_refused(tmp_path: Path) -> None:
     level, sentence = verdict(findings(diagnosis))
     assert (level, sentence) == ("stop", "Do not merge these as they are.")
     text = said(base, experts)
-    assert "stop: Expert 'stranger' is not a fine-tune of this base" in text
-    assert "'expert-0' is not" not in text
+    assert "stop: Expert 'stranger' does not look like a fine-tune of this base" in text
+    assert "'expert-0' does not look" not in text
     assert "good:" not in text
 
 

@@ -44,13 +44,13 @@ def test_evaluate_gives_what_the_bench_gives(trained: Experts, tmp_path: Path, m
     bench = {c.label: measure(Job(SUITE, c, 0, 60)) for c in (BASE, EXPERTS, Candidate("ace", {"method": "ace"}))}
     shares = {label: {task: score.share for task, score in result.scores.items()} for label, result in bench.items()}
     assert run_command(monkeypatch, "evaluate", tmp_path / "merged", *where, "--with-experts") == 0
-    merged = rows_in(tmp_path / "merged-tiny-3.json")
+    merged = rows_in(tmp_path / "merged-tiny-3-60.json")
     assert merged["merged"]["scores"] == shares["ace"]
     assert merged["merged"]["share_of_expert"]["first"] == shares["ace"]["first"] / shares["experts"]["first"]
     assert run_command(monkeypatch, "evaluate", trained.base, *where) == 0
-    assert rows_in(tmp_path / "base-tiny-3.json")["base"]["scores"] == shares["base"]
+    assert rows_in(tmp_path / "base-tiny-3-60.json")["base"]["scores"] == shares["base"]
     assert run_command(monkeypatch, "evaluate", folders["second"], *where, "--tasks", "second") == 0
-    assert rows_in(tmp_path / "second-tiny-3.json")["second"]["scores"]["second"] == shares["experts"]["second"]
+    assert rows_in(tmp_path / "second-tiny-3-second-60.json")["second"]["scores"]["second"] == shares["experts"]["second"]
 
 
 def test_mistakes_are_told_before_any_work(

@@ -120,7 +120,7 @@ def test_evaluate_takes_a_merged_folder_an_expert_and_the_base(
     clip = zoo / "models" / "base"
     for model in ("base", "stl10"):
         assert run_command(monkeypatch, "evaluate", zoo / "models" / model, *where) == 0
-        score = rows_in(tmp_path / f"{model}-clip-vit-b32-8.json")[model]["scores"]["mnist"]
+        score = rows_in(tmp_path / f"{model}-clip-vit-b32-8-mnist.json")[model]["scores"]["mnist"]
         assert score == plain_accuracy(clip, load_file(zoo / "models" / model / "model.safetensors"), "mnist", data)
     alone = tmp_path / "alone"
     alone.mkdir()

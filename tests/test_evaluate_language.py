@@ -92,7 +92,7 @@ def test_mnli_mismatched_and_limits(
     expert = folder / "models" / "mnli"
     where = ["--models", folder / "models", "--data", folder / "data", "-o", tmp_path]
     assert run_command(monkeypatch, "evaluate", expert, "--suite", "gpt2-glue-mm", "--tasks", "mnli", "--limit", 9, *where) == 0
-    score = rows_in(tmp_path / "mnli-gpt2-glue-mm.json")["mnli"]["scores"]["mnli"]
+    score = rows_in(tmp_path / "mnli-gpt2-glue-mm-mnli-9.json")["mnli"]["scores"]["mnli"]
     model = LIBRARY.GPT2ForSequenceClassification.from_pretrained(expert)
     assert score == gpt2_accuracy(model, folder / "models" / "base", "mnli", data["mnli validation_mismatched"][:9])
 
@@ -107,7 +107,7 @@ def test_a_model_without_heads_gets_those_of_the_experts(
     base = folder / "models" / "base"
     where = ["--suite", "gpt2-glue", "--models", folder / "models", "--data", folder / "data", "-o", tmp_path]
     assert run_command(monkeypatch, "evaluate", base, "--tasks", "cola,qqp", *where) == 0
-    row = rows_in(tmp_path / "base-gpt2-glue.json")["base"]
+    row = rows_in(tmp_path / "base-gpt2-glue-cola+qqp.json")["base"]
     for task in ("cola", "qqp"):
         expert = LIBRARY.GPT2ForSequenceClassification.from_pretrained(folder / "models" / task)
         expert.transformer.load_state_dict(LIBRARY.GPT2Model.from_pretrained(base).state_dict())
@@ -117,7 +117,7 @@ def test_a_model_without_heads_gets_those_of_the_experts(
     assert run_command(monkeypatch, "evaluate", tmp_path / "merged", "--tasks", "cola,qqp", *where) == 2
     assert "has no heads of qqp beside it; choose tasks that it has with --tasks: cola" in capsys.readouterr().err
     assert run_command(monkeypatch, "evaluate", tmp_path / "merged", "--tasks", "cola", "--with-experts", *where) == 0
-    found = rows_in(tmp_path / "merged-gpt2-glue.json")
+    found = rows_in(tmp_path / "merged-gpt2-glue-cola.json")
     assert found["merged"]["share_of_expert"]["cola"] == 1.0, "the average of one expert is that expert"
 
 

@@ -141,6 +141,10 @@ def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     assert "rank" in keys
     assert "error" in keys
     assert page.facts["written as"] == "one LoRA adapter"
+    (finding,) = [finding for finding in page.findings if "Cutting the rank to 2" in finding.text]
+    assert finding.level == "caution"
+    acemerge.merge(zoo.base, zoo.adapters, tmp_path / "whole", save_as="adapter")
+    assert not any("Cutting" in finding.text for finding in merge_page(read_account(tmp_path / "whole")).findings)
 
 
 def test_an_idle_expert_is_named(tmp_path: Path) -> None:
@@ -195,7 +199,19 @@ def test_diagnose_command(run: Command, tmp_path: Path) -> None:  # noqa: F811
     assert {path.suffix for path in (tmp_path / "f").iterdir()} == {".svg", ".png"}
     code, out, _ = run("diagnose", base, *experts, "--json", "--quick")
     assert code == 0
-    assert len(json.loads(out)["tensors"]) == 9
+    found = json.loads(out)
+    assert len(found["tensors"]) == 9
+    assert found["level"] in ("good", "caution")
+    assert list(found["forecasts"].values()) == sorted(found["forecasts"].values())
+
+
+def test_diagnose_compares_what_a_recipe_asks_for(run: Command, tmp_path: Path) -> None:  # noqa: F811
+    layered(tmp_path, 1, 2)
+    recipe = "base: base\nexperts: [expert-0, expert-1]\nmethod: ties\noptions: {keep: 0.4}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    code, out, err = run("diagnose", tmp_path / "recipe.yaml", "--json")
+    assert code == 0, err
+    assert json.loads(out)["candidates"][0] == "ties:keep=0.4"
 
 
 def test_diagnose_mistakes(run: Command, tmp_path: Path) -> None:  # noqa: F811
@@ -203,6 +219,11 @@ def test_diagnose_mistakes(run: Command, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "folder").mkdir()
     code, _, err = run("diagnose", base, *experts, "-o", tmp_path / "folder")
     assert (code, "is a folder" in err) == (2, True)
+    (tmp_path / "file").write_text("")
+    for option, place in (("-o", tmp_path / "file" / "x.html"), ("--figures", tmp_path / "file")):
+        code, out, err = run("diagnose", base, *experts, option, place)
+        assert (code, out) == (2, ""), "before any work"
+        assert "is a file, not a folder" in err
     code, _, err = run("diagnose", base, *experts, "-m", "twin", "-o", tmp_path / "d.html")
     assert (code, "one model per task" in err) == (2, True)
     code, _, err = run("diagnose", base, tmp_path / "nobody", "-o", tmp_path / "d.html")
@@ -236,5 +257,5 @@ def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 1, 1)
     page = diagnosis_page(acemerge.diagnose(base, experts))
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="is a file, not a folder"):
         write_report(page, tmp_path / "file" / "report.html")

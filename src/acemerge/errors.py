@@ -31,6 +31,10 @@ class PreflightError(InputError):
         heading = "1 problem" if count == 1 else f"{count} problems"
         super().__init__("\n".join([f"{heading} found before any work was done:", *(f"  - {p}" for p in self.problems)]))
 
+    def __reduce__(self) -> tuple[type[PreflightError], tuple[tuple[str, ...]]]:
+        """Another process raises it with its problems, not with its message."""
+        return PreflightError, (self.problems,)
+
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A closing hint for an unknown name: the nearest known one, or all of them.

@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from threading import Event, Thread
 
 INTERRUPTED = 130
-INTERRUPTION = "acemerge: interrupted, nothing was published; repeat the command to go on: finished shards are not done again\n"
+INTERRUPTION = (
+    "acemerge: interrupted, nothing was published; repeat the command to go on: what a merge, a bench or an evaluation has "
+    "finished is not done again\n"
+)
 GRACE_SECONDS = 2.0
 
 _BUS_ERROR = (

@@ -72,6 +72,7 @@ def _from_hub(given: str, repo: str, revision: str | None, offline: bool) -> Sou
             snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=_WANTED_PICKLES)
     except Exception as error:  # the hub client raises a dozen unrelated types; the user needs one sentence
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        tried = "it is not in the local hub cache, and --offline forbids a download" if offline else f"the hub said: {reason}"
+        forbidden = "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--offline"
+        tried = f"it is not in the local hub cache, and {forbidden} forbids a download" if offline else f"the hub said: {reason}"
         raise InputError(f"{given}: no such folder here, and as a hub id it could not be fetched: {tried}") from None
     return Source(given, folder, repo, folder.name)

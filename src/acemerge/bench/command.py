@@ -95,7 +95,9 @@ def open_suite(
     _check_installed()
     from acemerge.bench.suites import get_suite
     from acemerge.evaluate.options import SuiteOptions
+    from acemerge.pipeline import torch_device
 
+    torch_device(device)
     return get_suite(name, SuiteOptions(models, data, tuple(split_names(tasks)), device, batch_size, run_generated_code))
 
 

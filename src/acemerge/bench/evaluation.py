@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from acemerge.bench.domain import Domain, Prepared
 from acemerge.bench.task import Task
+from acemerge.errors import AcemergeError, InputError
 from acemerge.evaluate.metrics import Accuracy, Estimate, Metric, score_answers
 
 if TYPE_CHECKING:
@@ -93,4 +94,13 @@ def judge_by_rows(suite: Suite, folder: Path, task: Task, part: Part, limit: int
         splits = task.load()
         rows = splits.test if part == "test" else splits.validation
         _prepared[key] = suite.domain.prepare(rows.first(limit))
-    return evaluate(suite.domain, suite.domain.load(folder), _prepared[key], task.metric, suite.compute, task.name)
+    try:
+        return evaluate(suite.domain, suite.domain.load(folder), _prepared[key], task.metric, suite.compute, task.name)
+    except (IndexError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        if isinstance(error, AcemergeError) or "memory" in str(error).lower():
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"the model cannot answer the rows of {task.name} ({reason}); give a model of the same kind and vocabulary as the "
+            f"base of suite {suite.name}"
+        ) from error

@@ -141,7 +141,8 @@ def measure_all(jobs: Sequence[Job], say: Say, workers: int | None = None) -> li
 
 
 def _measure_anew(left: Sequence[Job], say: Say, workers: int) -> None:
-    say(f"{len(left)} models to merge and evaluate; what is done is kept if you interrupt this")
+    models = "1 model" if len(left) == 1 else f"{len(left)} models"
+    say(f"{models} to merge and evaluate; what is done is kept if you interrupt this")
     started = time.monotonic()
     for done, (index, result) in enumerate(run_side_by_side(measure, [(job,) for job in left], workers), 1):
         job = left[index]

@@ -67,14 +67,29 @@ def plan_candidates(
     ]
 
 
+def of_recipe(recipe: Recipe) -> list[str]:
+    """The merge that a recipe asks for, if it can be compared."""
+    method = get_method(recipe.method)
+    if method.per_task or method.uses == "data":
+        return []
+    options = ",".join(f"{name}={value}" for name, value in recipe.options.items())
+    return [f"{method.name}:{options}" if options else method.name]
+
+
 def parse_candidate(text: str) -> tuple[str, dict[str, Any]]:
     """The method and the options given.
 
     >>> parse_candidate("ace:epsilon=1e-3,refine=false")
     ('ace', {'epsilon': 0.001, 'refine': False})
     """
-    name, _, settings = text.partition(":")
-    options = parse_settings([setting for setting in settings.split(",") if setting], f"-m {name}:")
+    name, _, rest = text.partition(":")
+    settings: list[str] = []
+    for part in filter(None, rest.split(",")):
+        if "=" in part or not settings:
+            settings.append(part)
+        else:  # a value that is a list, as in weights=0.7,0.3
+            settings[-1] += f",{part}"
+    options = parse_settings(settings, f"-m {name}:")
     method = get_method(name.strip())
     method.options(options)
     return method.name, options

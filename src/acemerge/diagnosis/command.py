@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from acemerge.diagnosis import DEFAULT_CANDIDATES
+
+if TYPE_CHECKING:
+    from acemerge.diagnosis.measure import Diagnosis
 
 
 def diagnose_command(
@@ -30,13 +33,14 @@ def diagnose_command(
             "-m",
             "--method",
             metavar="METHOD[:KEY=VALUE,...]",
-            help=f"A merge to forecast, such as ace:epsilon=1e-3; repeatable. By default {', '.join(DEFAULT_CANDIDATES)}.",
+            help="A merge to forecast, such as ace:epsilon=1e-3; repeatable. By default a recipe's own, and "
+            f"{', '.join(DEFAULT_CANDIDATES)}.",
         ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Forecasts and spectra from the first, middle and last layer only.")
     ] = False,
-    preset: Annotated[str | None, typer.Option(help="Which tensors merge; by default from the base's config.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Which tensors merge, as for `acemerge merge`.")] = None,
     orientation: Annotated[str | None, typer.Option(help="canonical, or stored.")] = None,
     missing: Annotated[str | None, typer.Option(help="A tensor that some experts lack: 'error' or 'skip'.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")] = "cpu",
@@ -56,29 +60,40 @@ def diagnose_command(
     by each of the methods; --quick is for large models.
     """
     from acemerge.arguments import recipe_from
+    from acemerge.diagnosis.candidates import of_recipe
     from acemerge.diagnosis.display import print_diagnosis
     from acemerge.diagnosis.measure import measure, planned_work
     from acemerge.pipeline import compute_threads, find_sources, torch_device
     from acemerge.progress import show_progress
     from acemerge.report.figure import check_installed
-    from acemerge.report.page import save_figures, write_report
+    from acemerge.report.page import check_report
 
     if output or figures:
         check_installed()
+        check_report(output, figures)
     flags = {"preset": preset, "orientation": orientation, "missing": missing}
     recipe, relative_to = recipe_from(models, [], {name: value for name, value in flags.items() if value is not None})
     sources = find_sources(recipe, relative_to, offline)
+    candidates = methods or [*of_recipe(recipe), *DEFAULT_CANDIDATES]
     where = torch_device(device)
     with compute_threads(threads), show_progress(planned_work(recipe, sources), quiet=quiet or as_json) as progress:
-        found = measure(recipe, sources, progress, candidates=methods or DEFAULT_CANDIDATES, device=where, quick=quick)
+        found = measure(recipe, sources, progress, candidates=candidates, device=where, quick=quick)
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
     else:
         print_diagnosis(found)
     if output or figures:
-        from acemerge.diagnosis.report import diagnosis_page
+        _write(found, output, figures, quiet=as_json)
 
-        page = diagnosis_page(found)
-        written = [*([write_report(page, output)] if output else []), *(save_figures(page, figures)[:1] if figures else [])]
-        if not as_json:
-            print("wrote " + ", ".join(str(path if path == output else path.parent) for path in written))
+
+def _write(found: Diagnosis, output: Path | None, figures: Path | None, *, quiet: bool) -> None:
+    from acemerge.diagnosis.report import diagnosis_page
+    from acemerge.report.page import save_figures, write_report
+
+    page = diagnosis_page(found)
+    if output:
+        write_report(page, output)
+    if figures:
+        save_figures(page, figures)
+    if not quiet:
+        print("wrote " + ", ".join(str(path) for path in (output, figures) if path))

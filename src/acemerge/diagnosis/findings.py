@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from acemerge.diagnosis.measure import Diagnosis
+from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
 from acemerge.report.page import Finding, Level
 from acemerge.task_vectors import LARGE_MERGE
@@ -54,13 +54,13 @@ def _origin(summary: Summary) -> Iterator[Finding]:
             yield Finding(
                 "caution",
                 f"Expert '{name}' has not changed a single matrix.",
-                "Leave it out: it adds nothing, and averaging would dilute the others with it.",
+                "Leave it out: it adds nothing, and averaging dilutes the other experts with it.",
             )
-        elif cosine is not None and cosine < RELATED:
+        elif cosine is not None and cosine < RELATED and name not in summary.diagnosis.adapters:
             yield Finding(
                 "stop",
-                f"Expert '{name}' is not a fine-tune of this base: the median cosine of its matrices with the base's is "
-                f"{cosine:.2f}, where a fine-tune's is near 1.",
+                f"Expert '{name}' does not look like a fine-tune of this base: the median cosine of its matrices with the base's "
+                f"is {cosine:.2f}, where a fine-tune's is near 1.",
                 "Give the base that it was trained from. Models of different origin cannot be merged weight by weight.",
             )
         elif change > FAR:
@@ -117,11 +117,13 @@ def _strength(summary: Summary) -> Iterator[Finding]:
     judged = [tensor for tensor in diagnosis.matrices if tensor.gamma is not None]
     if judged:
         count, tau = sum(tensor.heterogeneous for tensor in judged), diagnosis.ace["tau"]
-        yield Finding(
-            "good",
+        text = (
             f"{count} of {len(judged)} matrices are heterogeneous (gamma above tau = {tau:g}): there ACE weighs experts equally "
-            "and refines the spectrum. In the others it keeps their own strength.",
+            "and refines the spectrum. In the others it keeps their own strength."
         )
+        none = f"None of the {len(judged)} matrices has gamma above tau = {tau:g}: ACE keeps the experts' own strength."
+        if len(diagnosis.experts) > 1:
+            yield Finding("good", text if count else none)
 
 
 def _scale(summary: Summary) -> Iterator[Finding]:
@@ -169,17 +171,21 @@ def _kept(summary: Summary) -> Iterator[Finding]:
     diagnosis = summary.diagnosis
     for t, name in enumerate(diagnosis.experts):
         kept = [x for x in diagnosis.tensors if x.fate == "kept" and t in x.experts]
-        changed = [
-            x.name for x in kept if x.entries.energies[x.experts.index(t)] > KEPT_CHANGE**2 * max(x.entries.base_energy, 1e-30)
-        ]
+        changed = [x.name for x in kept if len(x.shape) > 1 and _relative_energy(x, t) > KEPT_CHANGE**2]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             yield Finding(
                 "caution",
                 f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}, and the preset '{diagnosis.preset}' "
                 "keeps the base's values.",
-                "If the expert depends on it, add a recipe rule {match: PATTERN, do: average}, or merge.",
+                "If the expert depends on it, add a recipe rule {match: PATTERN, do: average} (or do: merge).",
             )
+
+
+def _relative_energy(tensor: TensorDiagnosis, expert: int) -> float:
+    """|D_t|^2 / |W0|^2; a tensor that is zero in the base counts as unchanged."""
+    base = tensor.entries.base_energy
+    return tensor.entries.energies[tensor.experts.index(expert)] / base if base else 0.0
 
 
 def _ranks(summary: Summary) -> Iterator[Finding]:

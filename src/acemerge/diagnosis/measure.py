@@ -75,6 +75,8 @@ class Diagnosis:
 
     base: str
     experts: tuple[str, ...]
+    adapters: tuple[str, ...]
+    """Those of the experts that are adapters: of this base by their making."""
     preset: str
     model_type: str
     ace: Mapping[str, Any]
@@ -99,8 +101,14 @@ class Diagnosis:
         return write_report(diagnosis_page(self), Path(path))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"acemerge": __version__, **asdict(self)}
+        """Plain values, with what they amount to."""
+        from acemerge.diagnosis.findings import findings, verdict
+        from acemerge.diagnosis.summary import Summary
+
+        found = findings(self)
+        level, sentence = verdict(found)
+        whole = {"level": level, "verdict": sentence, "findings": [asdict(finding) for finding in found]}
+        return {"acemerge": __version__, **whole, "forecasts": Summary(self).forecasts, **asdict(self)}
 
 
 def measure(
@@ -130,7 +138,8 @@ def measure(
             found.append(tensor.take(planned_candidates if wide.name in looked_into else None))
         progress.advance(wide)
     return Diagnosis(
-        plan.base.name, tuple(e.name for e in plan.experts), plan.family.name, str(plan.base.config.get("model_type", "unknown")),
+        plan.base.name, tuple(e.name for e in plan.experts), tuple(e.name for e in plan.experts if e.changes is not None),
+        plan.family.name, str(plan.base.config.get("model_type", "unknown")),
         asdict(plan.options), tuple(c.label for c in planned_candidates), plan.notes, tuple(found), quick,
     )  # fmt: skip
 

@@ -43,11 +43,13 @@ def evaluate_command(
     A model without heads gets those of the suite's experts. If the run is interrupted, repeat the command to go on.
     """
     chosen = open_suite(suite, models, data, tasks, device, batch_size, run_generated_code)
-    from acemerge.bench.show import publish_table
+    from acemerge.bench.show import check_folder, publish_table
     from acemerge.evaluate.model import evaluate_model
     from acemerge.source import resolve_source
 
+    check_folder(output)
     source = resolve_source(model)
     compared = chosen.normalised if with_experts is None else with_experts
     table = evaluate_model(chosen, source, limit or chosen.limit, compared, say)
-    publish_table(table, output, f"{source.short_name}-{suite}")
+    chosen_tasks = ["+".join(task.name for task in chosen.tasks)] if tasks else []
+    publish_table(table, output, "-".join([source.short_name, suite, *chosen_tasks, *([str(limit)] if limit else [])]))

@@ -70,6 +70,8 @@ class MergeAccount(BaseModel):
 
 def read_account(folder: Path) -> MergeAccount:
     """The manifest of an output folder."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
     if not (folder / MANIFEST).is_file():
         raise InputError(f"{folder}: has no {MANIFEST}, so it is not an output of `acemerge merge`")
     return parse_account(read_json(folder / MANIFEST), folder / MANIFEST)

@@ -90,7 +90,15 @@ def _draw_panel(axes: Axes, panel: Panel, labels: Sequence[str], palette: Palett
     for meaning, value in (panel.thresholds or {}).items():
         axes.axhline(value, color=palette.ink, linewidth=0.9, linestyle=(0, (5, 2)))
         axes.annotate(
-            meaning, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7.5, color=palette.ink
+            meaning,
+            (1, value),
+            (0, 2),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=7.5,
+            color=palette.ink,
         )
     if panel.logarithmic:
         axes.set_yscale("log")

@@ -24,6 +24,8 @@ from acemerge.report.page import Column, Finding, Page, Table, verdict_of
 from acemerge.task_vectors import LARGE_MERGE
 
 _ACTIONS = ("merged", "averaged", "kept", "copied")
+LOST = 0.05
+"""Relative error of a truncated adapter that deserves a look."""
 
 
 def merge_page(account: MergeAccount) -> Page:
@@ -61,7 +63,7 @@ def _facts(account: MergeAccount) -> dict[str, str]:
 
 def findings(account: MergeAccount) -> list[Finding]:
     """What is worth knowing, the gravest first."""
-    found = [*_warned(account), *_branches(account), *_lengths(account), *_inactive(account), *_per_task(account)]
+    found = [*_warned(account), *_truncation(account), *_branches(account), *_lengths(account), *_inactive(account)]
     found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in account.notes]
     return sorted(found, key=lambda finding: ("stop", "caution", "good").index(finding.level))
 
@@ -79,12 +81,14 @@ def _warned(account: MergeAccount) -> Iterator[Finding]:
 
 def _branches(account: MergeAccount) -> Iterator[Finding]:
     branches = [tensor.branch for tensor in account.merged if tensor.branch]
-    if branches:
-        yield Finding(
-            "good",
-            f"{branches.count('heterogeneous')} of {len(branches)} matrices were heterogeneous: there ACE weighed experts "
-            "equally and refined the spectrum.",
+    count = branches.count("heterogeneous")
+    if count:
+        text = (
+            f"{count} of {len(branches)} matrices were heterogeneous: there ACE weighed experts equally and refined the spectrum."
         )
+        yield Finding("good", text)
+    elif branches:
+        yield Finding("good", f"None of the {len(branches)} matrices was heterogeneous: ACE kept the experts' own strength.")
 
 
 def _lengths(account: MergeAccount) -> Iterator[Finding]:
@@ -97,6 +101,18 @@ def _lengths(account: MergeAccount) -> Iterator[Finding]:
         )
 
 
+def _truncation(account: MergeAccount) -> Iterator[Finding]:
+    """What cutting an adapter's rank lost."""
+    cut = [(tensor.relative_error, tensor) for tensor in account.tensors if tensor.relative_error]
+    if not cut:
+        return
+    worst, tensor = max(cut, key=lambda entry: entry[0])
+    overall = f"{account.relative_error:.1%} over all tensors, " if account.relative_error is not None else ""
+    text = f"Cutting the rank to {tensor.rank} left out {overall}{worst:.1%} of '{tensor.name}' at most (relative error)."
+    grave = max(worst, account.relative_error or 0) > LOST
+    yield Finding("caution" if grave else "good", text, "Write a larger rank, or none to lose nothing." if grave else "")
+
+
 def _inactive(account: MergeAccount) -> Iterator[Finding]:
     untouched = [tensor for tensor in account.merged if tensor.active_experts == 0]
     if untouched:
@@ -105,11 +121,6 @@ def _inactive(account: MergeAccount) -> Iterator[Finding]:
         norms = [norm for tensor in account.merged for name, norm in _task_norms(tensor) if name == expert]
         if norms and not any(norms):
             yield Finding("caution", f"Expert '{expert}' changed nothing that was merged.", "Leave it out.")
-
-
-def _per_task(account: MergeAccount) -> Iterator[Finding]:
-    if account.per_task:
-        yield Finding("caution", "This is one model per task, not one merged model.", "Make a task's with `acemerge task`.")
 
 
 def _task_norms(tensor: TensorAccount) -> Iterable[tuple[str, float]]:

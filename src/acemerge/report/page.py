@@ -104,10 +104,21 @@ def verdict_of(findings: Sequence[Finding]) -> Level:
     return "stop" if "stop" in levels else "caution" if "caution" in levels else "good"
 
 
+def check_report(path: Path | None, figures: Path | None = None) -> None:
+    """Refuse early what no report could be written to, before anything is measured for it."""
+    if path is not None and path.is_dir():
+        raise InputError(f"-o {path}: is a folder; give the name of a file, such as {path / 'report.html'}")
+    for option, folder in (("-o", path.parent if path else None), ("--figures", figures)):
+        there = next((place for place in (folder, *folder.parents) if place.exists()), None) if folder else None
+        if there is not None and not there.is_dir():
+            raise InputError(f"{option} {folder}: {there} is a file, not a folder")
+        if there is not None and not os.access(there, os.W_OK):
+            raise InputError(f"{option} {folder}: you may not write to {there}")
+
+
 def write_report(page: Page, path: Path) -> Path:
     """The file appears when it is whole."""
-    if path.is_dir():
-        raise InputError(f"-o {path}: is a folder; give the name of a file, such as {path / 'report.html'}")
+    check_report(path)
     html = page.to_html()
     staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
