@@ -3,21 +3,31 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-the-demo
 
 .PHONY: help demo test lint types unit setup fuzz kill clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-setup: $(STAMP)  ## create .venv and install acemerge with what the demo and the tests need
+setup: $(STAMP)  ## create .venv and install acemerge with what the tests need
 
-$(STAMP): pyproject.toml constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(DEMO_STAMP)
+
+# The demo needs a part of that, which installs in a minute.
+$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[bench]'
 	@touch $@
 
-demo: setup  ## train experts of a real text model, merge them, compare, ask the merged model
+demo: $(DEMO_STAMP)  ## train experts of a real text model, merge them, compare, ask the merged model
 	$(BIN)/acemerge demo
 
 test: setup lint types unit  ## everything CI checks

@@ -252,7 +252,7 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise InputError("load_expert_head needs transformers: pip install 'acemerge[eval]'") from None
+        raise InputError("load_expert_head needs transformers: pip install transformers") from None
     merged = expand_home(Path(merged))
     if is_adapter(merged):
         raise InputError(f"{merged}: an adapter, not a model; `acemerge task` makes a task's adapter, which peft loads")

@@ -17,7 +17,7 @@ def quiet_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise InputError("running models on data needs transformers: pip install 'acemerge[eval]'") from None
+        raise InputError("running models on data needs transformers: pip install transformers") from None
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
