@@ -35,7 +35,10 @@ class DataSource:
 
     def open(self, split: str) -> Any:
         """The split, as the `datasets` library has it."""
-        import datasets
+        try:
+            import datasets
+        except ImportError:
+            raise InputError("the paper's suites need datasets: pip install 'acemerge[eval]'") from None
 
         datasets.disable_progress_bars()
         try:
