@@ -25,6 +25,7 @@ from acemerge.bench.packages import Package, cache_folder
 from acemerge.bench.suites import Suite
 from acemerge.bench.text import PreparedTexts, TextDomain, quiet_transformers
 from acemerge.bench.text_tasks import load_commits
+from acemerge.diagnosis.findings import RELATED
 from acemerge.evaluate.metrics import Accuracy, Estimate
 
 SRE = Package(
@@ -35,9 +36,6 @@ FOLDS = Package(
     "python", "transcript-transformer", "1.1.1", "transcript_transformer-1.1.1-py3-none-any.whl",
     "a25d60300432760778a52fcdf882f3ce65cd4584307394d47076989388eb3cef",
 )  # fmt: skip
-
-RELATED = 0.5
-"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
 
 
 def relatedness(base: Mapping[str, Tensor], expert: Mapping[str, Tensor]) -> float:

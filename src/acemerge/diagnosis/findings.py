@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
-from acemerge.report.page import Finding, Level
+from acemerge.report.page import Finding, Level, gravest_first
 from acemerge.task_vectors import LARGE_MERGE
 
 RELATED = 0.5
@@ -29,7 +29,7 @@ def findings(diagnosis: Diagnosis) -> list[Finding]:
     found = [finding for look in _LOOKS for finding in look(summary)]
     if any(finding.level == "stop" for finding in found):
         found = [finding for finding in found if finding.level != "good"]
-    return sorted(found, key=lambda finding: ("stop", "caution", "good").index(finding.level))
+    return gravest_first(found)
 
 
 def verdict(found: list[Finding]) -> tuple[Level, str]:
@@ -209,8 +209,7 @@ def _forecast(summary: Summary) -> Iterator[Finding]:
             yield Finding(
                 "caution",
                 f"With {candidate}, the merged change is over {LARGE_MERGE:g} times the longest task vector in {large} of "
-                f"{len(ratios)} "
-                f"matrices (median {statistics.median(ratios):.1f}).",
+                f"{len(ratios)} matrices (median {statistics.median(ratios):.1f}).",
                 "Evaluate a smaller alpha as well.",
             )
     if len(forecasts) > 1:

@@ -24,7 +24,7 @@ from acemerge.families import align_names
 from acemerge.frame import Frame, standard_frame
 from acemerge.layer_names import depths, kind_of
 from acemerge.methods import get_method
-from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity
+from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity, regulariser_share
 from acemerge.pipeline import Sources, make_plan
 from acemerge.plan import Plan, PlannedTensor
 from acemerge.progress import Progress
@@ -161,17 +161,15 @@ def _plan_of_everything(plan: Plan, sources: Sources) -> Plan:
 
 
 def _rules_to_keep(plan: Plan) -> list[TensorRule]:
-    """Leave to the base what ACE leaves to it and what an expert has in another shape, whatever a method would do with it."""
-    return [TensorRule(match=tensor.name, do="keep") for tensor in plan.tensors if _has_other_shapes(plan, tensor)]
-
-
-def _has_other_shapes(plan: Plan, tensor: PlannedTensor) -> bool:
-    """Whether an expert's version does not fit the base's, as with a larger vocabulary."""
-    return tensor.action == "kept" and any(
-        ours == tensor.name and expert.tensors[theirs].shape != tensor.header.shape
+    """Leave to the base what ACE leaves to it and what an expert has in another shape, as with a larger vocabulary."""
+    kept = {tensor.name: tensor.header.shape for tensor in plan.tensors if tensor.action == "kept"}
+    misfits = {
+        ours
         for expert in plan.experts
         for theirs, ours in align_names(plan.base.tensors, expert.tensors).items()
-    )
+        if ours in kept and expert.tensors[theirs].shape != kept[ours]
+    }
+    return [TensorRule(match=name, do="keep") for name in kept if name in misfits]
 
 
 def _sample(plan: Plan) -> set[str]:
@@ -244,7 +242,6 @@ def _regularisation(
     changed = [t for t, energy in enumerate(energies) if energy > 0]
     traces = Experts(task_vectors, changed, frame, centre=True).traces()
     a, e = covariance_weights(traces, options, heterogeneous)
-    ridge = math.fsum(e) * frame.shape[1]
     kept = dict(zip(changed, traces, strict=True))
     shares = [max(0.0, 1 - kept[t] / energy) if energy > 0 else 0.0 for t, energy in enumerate(energies)]
-    return ridge / (ridge + math.fsum(map(float.__mul__, a, traces))), shares
+    return regulariser_share(a, e, traces, frame.shape[1]), shares

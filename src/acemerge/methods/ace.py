@@ -116,7 +116,7 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
         "active_experts": len(changed),
         "gamma": min(gamma, sys.float_info.max),
         "branch": "heterogeneous" if heterogeneous else "homogeneous",
-        "ridge_share": ridge * frame.shape[1] / (ridge * frame.shape[1] + math.fsum(map(float.__mul__, a, traces))),
+        "ridge_share": regulariser_share(a, e, traces, frame.shape[1]),
     }
     if R is None:
         return Merged(P, facts)
@@ -137,6 +137,12 @@ def covariance_weights(traces: list[float], options: AceOptions, heterogeneous: 
     assert not isinstance(options.epsilon, str)
     scales = [1 / tr if heterogeneous and options.normalise and tr > 0 else 1.0 for tr in traces]
     return scales, [options.epsilon * scale for scale in scales]
+
+
+def regulariser_share(a: list[float], e: list[float], traces: list[float], columns: int) -> float:
+    """The part of sum_t e_t I in the trace of the system sum_t Sreg_t."""
+    ridge = math.fsum(e) * columns
+    return ridge / (ridge + math.fsum(map(float.__mul__, a, traces)))
 
 
 def closed_form(S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float, frame: Frame) -> Float[Tensor, "out in"]:

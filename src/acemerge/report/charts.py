@@ -131,7 +131,6 @@ class HeatMap:
     lowest: float
     highest: float
     colours: str = "viridis"
-    title: str = ""
     x_label: str = ""
     logarithmic: bool = False
     decimals: int = 2
@@ -161,7 +160,6 @@ def heat_map(chart: HeatMap, palette: Palette) -> Drawing:
         axes.set_yticks(np.arange(len(chart.rows)) + 0.5, chart.rows)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_title(chart.title)
         axes.set_xlabel(chart.x_label)
         if len(chart.columns) <= _MOST_LABELLED_CELLS:
             _label_cells(axes, mesh, values, chart.decimals)

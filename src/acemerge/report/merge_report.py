@@ -20,7 +20,7 @@ from acemerge.report.layer_figures import (
     heterogeneity_figure,
     regulariser_figure,
 )
-from acemerge.report.page import Column, Finding, Page, Table, verdict_of
+from acemerge.report.page import Column, Finding, Page, Table, gravest_first, verdict_of
 from acemerge.task_vectors import LARGE_MERGE
 
 _ACTIONS = ("merged", "averaged", "kept", "copied")
@@ -65,7 +65,7 @@ def findings(account: MergeAccount) -> list[Finding]:
     """What is worth knowing, the gravest first."""
     found = [*_warned(account), *_truncation(account), *_branches(account), *_lengths(account), *_inactive(account)]
     found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in account.notes]
-    return sorted(found, key=lambda finding: ("stop", "caution", "good").index(finding.level))
+    return gravest_first(found)
 
 
 def _warned(account: MergeAccount) -> Iterator[Finding]:

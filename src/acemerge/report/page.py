@@ -98,6 +98,11 @@ class Page:
         return environment.get_template("page.html").render(page=self, version=__version__, marks=_MARKS, words=_WORDS)
 
 
+def gravest_first(findings: Sequence[Finding]) -> list[Finding]:
+    """In the order in which they are shown."""
+    return sorted(findings, key=lambda finding: ("stop", "caution", "good").index(finding.level))
+
+
 def verdict_of(findings: Sequence[Finding]) -> Level:
     """The gravest of them."""
     levels = [finding.level for finding in findings]
