@@ -11,6 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -21,10 +22,14 @@ from torch import Tensor
 
 from acemerge.covariance import Experts
 from acemerge.frame import Frame
-from acemerge.linalg import Gram, leading_directions, sum_of_squares
+from acemerge.linalg import Gram, leading_directions, rounding_error, sum_of_squares
 from acemerge.methods.registry import Context, Merged, Options, method
 
 DEFAULT_EPSILON = 1e-5
+SMALL = 512
+"""Matrices with fewer rows or columns are merged in float64: there is no time to save."""
+PRECISE = 3e-5
+"""What rounding may typically do to a merge in float32; known to a factor of 3, so the error stays below 1e-4 of the change."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +94,25 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
     system, and the leading singular directions of heterogeneous tensors are refined. No data, no training.
     """
     options = options.resolve({})
-    frame = context.frame_of(task_vectors)
     energies = [sum_of_squares(D) for D in task_vectors]
     # An expert that did not change this tensor has no opinion on it.
     changed = [t for t, energy in enumerate(energies) if energy > 0]
     if not changed:
         return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
-    experts = Experts(task_vectors, changed, frame, centre=True)
-    energies = [energies[t] for t in changed]
+    energies, frame = [energies[t] for t in changed], context.frame_of(task_vectors)
+    if float32_pays(task_vectors):
+        with suppress(ArithmeticError):  # too ill-conditioned for it
+            return merge_experts(
+                Experts(task_vectors, changed, frame, centre=True, dtype=torch.float32), energies, options, frame
+            )
+    return merge_experts(Experts(task_vectors, changed, frame, centre=True), energies, options, frame)
 
+
+def merge_experts(experts: Experts, energies: list[float], options: AceOptions, frame: Frame) -> Merged:
+    """Steps 1 to 6, in the experts' precision; an ArithmeticError if float32 is not precise enough."""
     gamma = heterogeneity(energies)  # step 1
     heterogeneous = gamma > options.tau
-    traces = experts.traces()
+    traces = experts.traces(energies)
     a, e = covariance_weights(traces, options, heterogeneous)  # step 3
     ridge = math.fsum(e)
 
@@ -109,23 +121,29 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
     R = residual(experts, a, S, CS, ridge, frame) if heterogeneous and options.refine else None
     kappa = 1 / statistics.fmean(energies) if heterogeneous else 1.0
     N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
-    P = closed_form(S, N, ridge, kappa if options.prior else 0.0, frame)  # steps 4 and 5
+    P, rounding = closed_form(S, N, ridge, kappa if options.prior else 0.0, frame)  # steps 4 and 5
+    check_precision(rounding, P.dtype)
     del S, N, CS  # as large as everything else here
 
     facts = {
-        "active_experts": len(changed),
+        "active_experts": len(energies),
         "gamma": min(gamma, sys.float_info.max),
         "branch": "heterogeneous" if heterogeneous else "homogeneous",
         "ridge_share": regulariser_share(a, e, traces, frame.shape[1]),
+        "precision": str(P.dtype).removeprefix("torch."),
     }
     if R is None:
         return Merged(P, facts)
 
     # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
     k = math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
-    leading = leading_directions(R.add_(P), k)
+    F = R.add_(P).double()
+    leading = leading_directions(F, k)
     if len(leading.values):
-        P.addmm_(leading.left, leading.right.T, alpha=float(leading.values.mean()))
+        # F's rounding is spread over all its directions, and divided by s_i in the i-th of U_k V_k^T.
+        spread = math.sqrt(sum_of_squares(F) / min(frame.shape) * float(leading.values.pow(-2).mean()))
+        check_precision(rounding * spread, P.dtype)
+        P.addmm_(leading.left.to(P.dtype), leading.right.to(P.dtype).T, alpha=float(leading.values.mean()))
     return Merged(P, {**facts, "refined_directions": len(leading.values)})
 
 
@@ -145,18 +163,36 @@ def regulariser_share(a: list[float], e: list[float], traces: list[float], colum
     return ridge / (ridge + math.fsum(map(float.__mul__, a, traces)))
 
 
-def closed_form(S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float, frame: Frame) -> Float[Tensor, "out in"]:
+def closed_form(
+    S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float, frame: Frame
+) -> tuple[Float[Tensor, "out in"], float]:
     """Steps 4 and 5: P = N (S + ridge I + 1 c^T)^-1 with the prior c = kappa * (column means of S); S and N are used up.
+
+    Beside it, how far rounding moves P, relative to its length.
 
     The prior is rank one, so by Sherman-Morrison, with Z = N (S + ridge I)^-1 and u = (S + ridge I)^-1 c,
     P = Z - (Z 1) u^T / (1 + sum u). The denominator is at least 1: the system is never singular.
     """
-    ones = frame.ones_in
+    ones = frame.ones_in.to(N.dtype)
     c = S.times(ones[None])[0] * (kappa / frame.shape[1])  # S is symmetric: its row sums are its column sums
+    size = S.norm()
     divide = S.factorise(ridge)
     Z = divide(N)
     u = divide(c[None])[0]
-    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones)))
+    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones))), rounding_error(size, divide, Z)
+
+
+def check_precision(rounding: float, dtype: torch.dtype) -> None:
+    """Float32 has to be as good as the weights, which are stored in it or in less; float64 always is."""
+    if dtype == torch.float32 and not rounding <= PRECISE:
+        raise ArithmeticError(f"float32 would leave a relative error of {rounding:.1g}")
+
+
+def float32_pays(task_vectors: Float[Tensor, "task out in"]) -> bool:
+    """Whether float32, if it turns out to be precise enough, saves time that is worth saving."""
+    tasks, rows, columns = task_vectors.shape
+    very_wide = tasks * rows < columns
+    return task_vectors.dtype == torch.float32 and min(rows, columns) >= SMALL and not very_wide
 
 
 def heterogeneity(energies: list[float]) -> float:
@@ -172,7 +208,7 @@ def heterogeneity(energies: list[float]) -> float:
 
 def residual(experts: Experts, a: list[float], S: Gram, CS: Tensor, ridge: float, frame: Frame) -> Float[Tensor, "out in"]:
     """R = sum_t D_t (Stilde_t - mean_s Sreg_s), with the uncentred D_t = C_t + 1 mu_t^T (step 6)."""
-    R = torch.addr(CS, frame.ones_out, experts.mean_covariance(a))
+    R = torch.addr(CS, frame.ones_out.to(CS.dtype), experts.mean_covariance(a))
     for rows, D_sum in experts.sums():
         R[rows].sub_(S.times(D_sum).add_(D_sum, alpha=ridge), alpha=1 / len(a))
     return R
