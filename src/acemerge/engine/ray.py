@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,7 +39,7 @@ TRIES = 4
 """Of a shard whose worker dies, before the merge fails."""
 _PROCESS_MEMORY = 500_000_000  # bytes: Python and torch, before any tensor
 _OBJECT_STORE = 100_000_000  # bytes: no tensor goes through it
-_ENDING_SECONDS = 10.0
+_ENDING_SECONDS = _ANSWERING_SECONDS = 10.0
 
 
 @contextmanager
@@ -50,6 +51,8 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if ":" in address:
+        _check_answers(address)
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody was asked
@@ -63,6 +66,17 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself would try for many minutes."""
+    if address.startswith("ray://"):
+        raise InputError(f"--ray-address {address}: a client's address; run acemerge on a machine of the cluster, with HOST:PORT")
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWERING_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise InputError(f"--ray-address {address}: no Ray cluster answers there ({error}); `ray start --head` names it") from None
 
 
 @dataclass(frozen=True)
