@@ -17,13 +17,16 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from safetensors.torch import load_file, save_file
 
 import acemerge
+import model_zoo
 from acemerge import InputError, MergeError, PreflightError
 from acemerge.engine import local
 from acemerge.engine import ray as ray_engine
 from acemerge.engine.ray_task import write_shard
+from data_statistics import write_rows
 from interruption import stop_at
 from running import run_command
 from small_models import Models, write_models
@@ -197,3 +200,28 @@ def test_a_cluster_without_room_is_reported_before_any_work(models: Models, tmp_
     with pytest.raises(InputError, match=r"has called ray\.init already"):
         merge(models, tmp_path / "out", engine="ray", ray_address="auto")
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_is_measured_on_data_is_measured_once_and_read_by_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model_zoo.quiet_transformers():
+        models = model_zoo.bert(tmp_path / "models")
+    rows = write_rows(tmp_path / "rows", models.experts)
+    outputs = []
+    for engine in ("local", "ray"):
+        monkeypatch.setenv("ACEMERGE_CACHE", str(tmp_path / f"cache-{engine}"))
+        outputs.append(tmp_path / engine)
+        with model_zoo.quiet_transformers():
+            acemerge.merge(
+                models.base, models.experts, outputs[-1], "regmean", data=rows, shard_size="10kB", engine=engine, threads=1
+            )
+    assert tree(outputs[1]) == tree(outputs[0])
+
+
+def test_a_machine_without_acemerge_is_reported() -> None:
+    cause = RuntimeError("The remote function failed to import on the worker. This may be because ...")
+    error = RayTaskError("write_shard", "a traceback: failed to import on the worker", cause)
+    assert "install the same on every one" in str(ray_engine._as_locally(error))
+    assert ray_engine._as_locally(RayTaskError("write_shard", "a traceback", MergeError("as it is"))).args == ("as it is",)

@@ -24,6 +24,7 @@ import torch
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
+from acemerge import __version__
 from acemerge.engine.local import Record
 from acemerge.engine.ray_task import Order, write_shard
 from acemerge.errors import InputError, MergeError
@@ -59,9 +60,12 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         settings |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
     try:
         ray.init(address, **settings)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"--ray-address {address}: cannot be used as a Ray cluster ({reason})") from None
+        raise InputError(
+            f"--ray-address {address}: cannot be used as a Ray cluster ({reason}); one that asks for a token needs RAY_AUTH_MODE="
+            "token and RAY_AUTH_TOKEN, as on its machines"
+        ) from None
     try:
         yield
     finally:
@@ -76,7 +80,9 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWERING_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:
-        raise InputError(f"--ray-address {address}: no Ray cluster answers there ({error}); `ray start --head` names it") from None
+        raise InputError(
+            f"--ray-address {address}: no Ray cluster answers there ({error}); `ray start --head` names it"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class _Run:
         try:
             message: str | Record = ray.get(next(messages))
         except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error from error
+            raise _as_locally(error) from error
         except RayError as error:
             self._start_again(self.tasks.pop(messages), error)
             return
@@ -229,6 +235,15 @@ def _packed(order: Order, gathered: Gathered) -> bytes:
             f"--engine ray: what {methods} gathered cannot be sent to other processes ({error}); use --engine local"
         ) from None
     return packed
+
+
+def _as_locally(error: RayTaskError) -> Exception:
+    """What happened in a task, as it would have reached the user without Ray."""
+    if "failed to import on the worker" in str(error):
+        return MergeError(
+            f"a machine of the cluster has no acemerge {__version__}, or not where its Ray looks; install the same on every one"
+        )
+    return error.cause if isinstance(error.cause, Exception) else error
 
 
 def _has_pass(method: str | None) -> bool:
