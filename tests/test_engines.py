@@ -110,6 +110,7 @@ def packed_order(models: Models, **changes: Any) -> bytes:
 def test_a_machine_that_sees_other_files_says_so(models: Models, tmp_path: Path) -> None:
     order = packed_order(models)
     *names, record = write_shard(order, "model.safetensors", tmp_path, "cpu", 1)
+    assert isinstance(record, dict)
     assert [tensor["name"] for tensor in record["tensors"]] == names
     with pytest.raises(MergeError, match=r"^machine .* cannot take part: a model or its date, or the version"):
         next(write_shard(packed_order(models, digest="other"), "model.safetensors", tmp_path, "cpu", 1))

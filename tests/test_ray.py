@@ -215,7 +215,7 @@ def test_what_is_measured_on_data_is_measured_once_and_read_by_the_workers(
         outputs.append(tmp_path / engine)
         with model_zoo.quiet_transformers():
             acemerge.merge(
-                models.base, models.experts, outputs[-1], "regmean", data=rows, shard_size="10kB", engine=engine, threads=1
+                models.base, models.experts, outputs[-1], "regmean", data=rows, engine=engine, threads=1
             )
     assert tree(outputs[1]) == tree(outputs[0])
 
