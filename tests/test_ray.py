@@ -214,9 +214,7 @@ def test_what_is_measured_on_data_is_measured_once_and_read_by_the_workers(
         monkeypatch.setenv("ACEMERGE_CACHE", str(tmp_path / f"cache-{engine}"))
         outputs.append(tmp_path / engine)
         with model_zoo.quiet_transformers():
-            acemerge.merge(
-                models.base, models.experts, outputs[-1], "regmean", data=rows, engine=engine, threads=1
-            )
+            acemerge.merge(models.base, models.experts, outputs[-1], "regmean", data=rows, engine=engine, threads=1)
     assert tree(outputs[1]) == tree(outputs[0])
 
 
