@@ -19,7 +19,9 @@ def experts(shape: tuple[int, int], decay: float, tasks: int = 3) -> Tensor:
     values = torch.arange(1, rank + 1, dtype=torch.float64) ** -decay
 
     def basis(size: int) -> Tensor:
-        return torch.linalg.qr(torch.randn(size, rank, generator=generator, dtype=torch.float64))[0]
+        orthonormal, _ = torch.linalg.qr(torch.randn(size, rank, generator=generator, dtype=torch.float64))
+        assert isinstance(orthonormal, Tensor)
+        return orthonormal
 
     matrices = [(basis(shape[0]) * values) @ basis(shape[1]).T * (1 + t) for t in range(tasks)]
     return torch.stack([0.1 * matrix / values.norm() for matrix in matrices]).float()

@@ -191,19 +191,28 @@ def rounding_error(gram_norm: float, divide: RidgeSolver, like: Float[Tensor, "m
 
 
 def cholesky_solver(gram: Float[Tensor, "n n"], ridge: float) -> RidgeSolver:
-    """`rhs -> (gram + ridge I)^-1 rhs`. Both `gram` and the columns given to the solver are overwritten on the CPU."""
+    """`rhs -> (gram + ridge I)^-1 rhs`. Both `gram` and the columns given to the solver may be overwritten."""
     gram.diagonal().add_(ridge)
     if uses_lapack(gram):
-        factor, failed = _lapack("potrf", gram)(_fortran(gram), lower=0, clean=0, overwrite_a=1)
+        upper, failed = _lapack("potrf", gram)(_fortran(gram), lower=0, clean=0, overwrite_a=1)
+        lower = torch.from_numpy(upper.T)
     else:
-        factor, failed = torch.linalg.cholesky_ex(gram)
+        lower, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         precision = str(gram.dtype).removeprefix("torch.")
         raise ArithmeticError(f"the regularised system is not positive definite in {precision} (ridge {ridge:.3g})")
-    if uses_lapack(gram):
+    if uses_lapack(gram) and gram.dtype == torch.float64:
         solve = _lapack("potrs", gram)
-        return lambda rhs: torch.from_numpy(solve(factor, rhs.numpy(), lower=0, overwrite_b=1)[0])
-    return lambda rhs: torch.cholesky_solve(rhs, factor)
+        return lambda rhs: torch.from_numpy(solve(_fortran(lower), rhs.numpy(), lower=0, overwrite_b=1)[0])
+    # In float32, OpenBLAS' triangular solves lose half a digit more than torch's.
+    return lambda rhs: _solve_lower(lower, _solve_lower(lower, rhs), transposed=True)
+
+
+def _solve_lower(lower: Float[Tensor, "n n"], rhs: Float[Tensor, "n m"], *, transposed: bool = False) -> Float[Tensor, "n m"]:
+    """L^-1 rhs or L^-T rhs, solved from the right for the rows of rhs^T, which lie one after the other in memory."""
+    matrix = lower if transposed else lower.T
+    solved: Tensor = torch.linalg.solve_triangular(matrix, rhs.T, upper=not transposed, left=False)
+    return solved.T
 
 
 def pseudo_inverse(gram: Float[Tensor, "n n"], rtol: float) -> tuple[RidgeSolver, int]:
