@@ -30,6 +30,7 @@ def _fused(width: int) -> dict[tuple[int, int], int]:
 
 
 BLOCKS = {
+    "small": Block("a small model", 3, _fused(128)),
     "vit-b16": Block("ViT-B/16", 8, _fused(768)),
     "vit-l14": Block("ViT-L/14", 8, _fused(1024)),
     "gpt2": Block("GPT-2", 7, _fused(768)),
