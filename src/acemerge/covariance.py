@@ -88,6 +88,20 @@ class Experts:
         S, CS = self._primal_covariance(a)
         return PrimalGram(S), CS
 
+    def weighted_covariances(self, weightings: Sequence[Sequence[float]]) -> list[tuple[Gram, Float[Tensor, "out in"]]]:
+        """The same for several weights a: S_t and C_t S_t are formed once, and added to every sum."""
+        if len(weightings) == 1 or self._is_very_wide(weightings[0]):
+            return [self.weighted_covariance(a) for a in weightings]
+        sums = [(self._zeros(self._columns, self._columns), self._zeros(self._rows, self._columns)) for _ in weightings]
+        S_t, CS_t = self._zeros(self._columns, self._columns), self._zeros(self._rows, self._columns)
+        add = self._add_through_covariance if self._columns <= self._rows else self._add_through_outer_gram
+        for t in range(len(self._deltas)):
+            add(S_t.zero_(), CS_t.zero_(), t, 1.0)
+            for a, (S, CS) in zip(weightings, sums, strict=True):
+                S.add_(S_t, alpha=a[t])
+                CS.add_(CS_t, alpha=a[t])
+        return [(PrimalGram(mirror_lower(S)), CS) for S, CS in sums]
+
     def least_squares(self, a: Sequence[float], rtol: float) -> tuple[Float[Tensor, "out in"], int]:
         """The M nearest to every expert under its own covariance, argmin sum_t a_t |(M - C_t) C_t^T|_F^2, of least norm.
 

@@ -23,6 +23,7 @@ from acemerge.covariance import Experts
 from acemerge.frame import Frame
 from acemerge.linalg import Gram, leading_directions, sum_of_squares
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.option_text import Fact
 
 DEFAULT_EPSILON = 1e-5
 
@@ -90,43 +91,78 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
     """
     options = options.resolve({})
     frame = context.frame_of(task_vectors)
-    energies = [sum_of_squares(D) for D in task_vectors]
-    # An expert that did not change this tensor has no opinion on it.
-    changed = [t for t, energy in enumerate(energies) if energy > 0]
-    if not changed:
-        return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
-    experts = Experts(task_vectors, changed, frame, centre=True)
-    energies = [energies[t] for t in changed]
-
-    gamma = heterogeneity(energies)  # step 1
-    heterogeneous = gamma > options.tau
-    traces = experts.traces()
-    a, e = covariance_weights(traces, options, heterogeneous)  # step 3
+    opinions = read_opinions(task_vectors, frame)
+    if opinions is None:
+        return nobody_changed(task_vectors)
+    experts = opinions.experts
+    heterogeneous = opinions.gamma > options.tau  # step 1
+    a, e = covariance_weights(opinions.traces, options, heterogeneous)  # step 3
     ridge = math.fsum(e)
 
     # Step 2 with its weights: S = sum_t a_t S_t, and sum_t a_t C_t S_t.
     S, CS = experts.weighted_covariance(a)
     R = residual(experts, a, S, CS, ridge, frame) if heterogeneous and options.refine else None
-    kappa = 1 / statistics.fmean(energies) if heterogeneous else 1.0
     N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
-    P = closed_form(S, N, ridge, kappa if options.prior else 0.0, frame)  # steps 4 and 5
+    P = closed_form(S, N, ridge, prior_strength(opinions, options, heterogeneous), frame)  # steps 4 and 5
     del S, N, CS  # as large as everything else here
 
-    facts = {
-        "active_experts": len(changed),
-        "gamma": min(gamma, sys.float_info.max),
-        "branch": "heterogeneous" if heterogeneous else "homogeneous",
-        "ridge_share": regulariser_share(a, e, traces, frame.shape[1]),
-    }
+    facts = describe(opinions, heterogeneous, a, e, frame)
     if R is None:
         return Merged(P, facts)
 
     # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
-    k = math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
-    leading = leading_directions(R.add_(P), k)
+    leading = leading_directions(R.add_(P), refined_directions(options, frame))
     if len(leading.values):
         P.addmm_(leading.left, leading.right.T, alpha=float(leading.values.mean()))
     return Merged(P, {**facts, "refined_directions": len(leading.values)})
+
+
+@dataclass(frozen=True)
+class Opinions:
+    """What the experts that changed this tensor say, whatever the options."""
+
+    experts: Experts
+    energies: list[float]
+    traces: list[float]
+    gamma: float
+
+
+def read_opinions(task_vectors: Float[Tensor, "task out in"], frame: Frame) -> Opinions | None:
+    """Steps 1 and 2, without the experts that did not change this tensor: they have no opinion on it. None: nobody has."""
+    energies = [sum_of_squares(D) for D in task_vectors]
+    changed = [t for t, energy in enumerate(energies) if energy > 0]
+    if not changed:
+        return None
+    experts = Experts(task_vectors, changed, frame, centre=True)
+    energies = [energies[t] for t in changed]
+    return Opinions(experts, energies, experts.traces(), heterogeneity(energies))
+
+
+def nobody_changed(task_vectors: Float[Tensor, "task out in"]) -> Merged:
+    """Nothing to merge."""
+    return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
+
+
+def describe(opinions: Opinions, heterogeneous: bool, a: list[float], e: list[float], frame: Frame) -> dict[str, Fact]:
+    """What a reader of the report should know."""
+    return {
+        "active_experts": len(opinions.energies),
+        "gamma": min(opinions.gamma, sys.float_info.max),
+        "branch": "heterogeneous" if heterogeneous else "homogeneous",
+        "ridge_share": regulariser_share(a, e, opinions.traces, frame.shape[1]),
+    }
+
+
+def prior_strength(opinions: Opinions, options: AceOptions, heterogeneous: bool) -> float:
+    """Step 4: kappa, in c = kappa * (column means of S)."""
+    if not options.prior:
+        return 0.0
+    return 1 / statistics.fmean(opinions.energies) if heterogeneous else 1.0
+
+
+def refined_directions(options: AceOptions, frame: Frame) -> int:
+    """Step 6: k."""
+    return math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
 
 
 def covariance_weights(traces: list[float], options: AceOptions, heterogeneous: bool) -> tuple[list[float], list[float]]:
