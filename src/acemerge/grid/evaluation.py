@@ -14,8 +14,8 @@ from typing import Any
 
 from acemerge.errors import InputError, MergeError
 
-Evaluate = Callable[[Path, Mapping[str, Any]], Mapping[str, float]]
-"""Scores of the model in a folder, merged with these settings."""
+Evaluate = Callable[[Path, Mapping[str, Any]], Mapping[str, float] | float]
+"""Scores of the model in a folder, merged with these settings: numbers by name, or one number."""
 
 
 def describe_evaluation(evaluate: Evaluate) -> str:
