@@ -158,7 +158,11 @@ class _Sweep:
         output.mkdir(exist_ok=True)
         try:
             self._note_points(unfinished)
-            self._evaluate([number for number in range(len(self.points)) if number not in unfinished])
+            finished = [number for number in range(len(self.points)) if number not in unfinished]
+            for number in finished:
+                with locked(output / self.names[number]):  # a kill may have left the lock of a point that is done
+                    pass
+            self._evaluate(finished)
             size = at_once or (len(self.points) if self.keep == "all" else fitting_at_once(output, self.plans))
             for group in groups(len(unfinished), size):
                 chosen = [unfinished[index] for index in group]
@@ -176,8 +180,7 @@ class _Sweep:
             record = self._record(number) or Record(settings=dict(point.settings), digest=self.plans[number].digest)
             if record.evaluation != self.evaluation and self.evaluation:
                 record.scores = None
-            if number in unfinished:
-                record.transient = self.keep != "all"
+            record.transient = self.keep != "all" and (record.transient or number in unfinished)
             self.table.points[point.name] = record
         self.table.best = self.table.best_of(self.names, self.objective) if self.evaluate else None
         self.table.write(self.writer.output)
@@ -204,11 +207,10 @@ class _Sweep:
         scores = checked_scores(evaluate(self.writer.output / name, dict(record.settings)), f"the evaluation of {name}")
         self.objective.of(scores)  # refuses at once if the score that decides is not among them
         record.scores, record.evaluation = scores, self.evaluation
-        best = self.table.best_of(self.names, self.objective)
-        if self.keep == "best" and best == name:
-            self._remove_if_transient(self.table.best)
-        self.table.best = best
+        beaten, self.table.best = self.table.best, self.table.best_of(self.names, self.objective)
         self.table.write(self.writer.output)
+        if self.keep == "best" and beaten != self.table.best:
+            self._remove_if_transient(beaten)
         told = ", ".join(f"{score} {value:.4g}" if value is not None else f"{score} nan" for score, value in scores.items())
         if not self.writer.quiet:
             done = sum(map(self._is_scored, range(len(self.points))))
