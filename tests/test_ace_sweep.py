@@ -14,6 +14,7 @@ from acemerge.methods import Context, Merged, Options, get_method
 from acemerge.methods.ace import AceOptions
 from acemerge.methods.sweeps import find_route, merge_at_points
 from reference_ace import reference_ace, well_posed
+from scripts import load_script
 from test_ace import BRANCHES, SHAPES, Norms, error, experts, low_rank_experts
 
 ACE = get_method("ace")
@@ -172,3 +173,11 @@ def test_a_method_without_a_shared_route_is_merged_point_by_point() -> None:
     found = list(merge_at_points(method, task_vectors, grid, [Context(experts=("a", "b"))] * 3))
     assert [points for points, _ in found] == [[0, 2], [1]]
     assert all(merged.delta.equal(method(task_vectors, grid[points[0]]).delta) for points, merged in found)
+
+
+@pytest.mark.parametrize("side", ["homogeneous", "heterogeneous", "both"])
+def test_the_benchmark_measures_what_it_says(side: str) -> None:
+    benchmark = load_script("benchmarks/sweep.py")
+    case = benchmark.Case(3, 16, 24, side)
+    assert len(set(case.grid(0.4))) == 45
+    assert float(benchmark.measure(case, repeats=1).split()[-1]) <= 1e-9
