@@ -27,7 +27,8 @@ def print_sweep(result: SweepResult) -> None:
     kept = [point for point in result.points if point.folder]
     if result.best:
         console.print(f"best: {Point(result.best.settings).name}")
-    console.print(f"{len(result.points)} points, {len(kept)} models and sweep.json in {result.output}")
+    models = "1 model" if len(kept) == 1 else f"{len(kept)} models"
+    console.print(f"{len(result.points)} points, {models} and sweep.json in {result.output}")
 
 
 def _score(point: SweepPoint, name: str) -> str:
