@@ -24,12 +24,14 @@ from safetensors.torch import load_file, save
 
 import acemerge
 import model_zoo
-from acemerge.arguments import parse_settings
+from acemerge.arguments import parse_lists, parse_settings
 from acemerge.checkpoint import open_checkpoint, read_json
 from acemerge.data.files import FileData
 from acemerge.data.texts import _read_lines
 from acemerge.errors import AcemergeError
 from acemerge.families import choose_family
+from acemerge.grid.points import make_points
+from acemerge.grid.table import TABLE, Objective, Record, Table, read_table
 from acemerge.methods import get_method
 from acemerge.model_card import _licence
 from acemerge.pipeline import Sources, make_plan
@@ -331,6 +333,12 @@ def test_sizes(text: str) -> None:
     assert size >= 0
 
 
+@fuzz(st.lists(st.text(alphabet="epsilontau=,[]1.-e ", max_size=30), max_size=3))
+@example(["epsilon=[1,2],3", "tau=]"])
+def test_grids_on_the_command_line(settings: list[str]) -> None:
+    survives(lambda: make_points(get_method("ace"), parse_lists(settings)))
+
+
 @fuzz(st.text(max_size=60))
 @example("~nobody-of-that-name/model")
 @example("a" * 300)
@@ -387,6 +395,17 @@ def test_the_note_of_an_interrupted_run(content: bytes) -> None:
     with staged_output(root / "out", "d", resume=True) as staging:
         assert not any(staging.reusable(shard) for shard in [*staging.finished, "model.safetensors"])
     assert (root / "precious").read_text() == "mine"
+
+
+TABLE_OF_A_SWEEP = Table(method="ace", points={"tau=0.1": Record(settings={"tau": 0.1}, digest="d", scores={"a": None})})
+
+
+@fuzz(damaged(TABLE_OF_A_SWEEP.model_dump_json().encode()) | st.binary(max_size=50))
+def test_the_table_of_a_sweep(content: bytes) -> None:
+    root = FOLDERS["scratch"] / "sweep"
+    root.mkdir(exist_ok=True)
+    (root / TABLE).write_bytes(content)
+    survives(lambda: read_table(root).best_of(["tau=0.1"], Objective()))
 
 
 @fuzz(st.text(max_size=100) | st.text(max_size=50).map(lambda text: f"---\nlicense: {text}\n---\n"))

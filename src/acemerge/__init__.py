@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors
+    from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors, sweep
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
     from acemerge.methods import all_methods, get_method
     from acemerge.task_models import export_expert, load_expert_head
@@ -23,6 +23,7 @@ _HOME = {
     "merge": "acemerge.api",
     "merge_state_dicts": "acemerge.api",
     "merge_task_vectors": "acemerge.api",
+    "sweep": "acemerge.api",
     "AcemergeError": "acemerge.errors",
     "InputError": "acemerge.errors",
     "MergeError": "acemerge.errors",
@@ -46,6 +47,7 @@ __all__ = [
     "merge",
     "merge_state_dicts",
     "merge_task_vectors",
+    "sweep",
 ]
 
 

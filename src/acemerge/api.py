@@ -16,6 +16,9 @@ from acemerge.data.needed import methods_using_data
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
+from acemerge.grid.evaluation import Evaluate
+from acemerge.grid.run import SweepResult, run_sweep
+from acemerge.grid.table import Objective
 from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
 from acemerge.pipeline import MergeResult, find_sources, run_merge, torch_device
@@ -99,6 +102,87 @@ def merge(
         overwrite=overwrite,
         force=force,
         report=report,
+        offline=offline,
+        quiet=quiet,
+        suite=suite,
+    )
+
+
+def sweep(
+    base: Model,
+    experts: Sequence[Model] | Mapping[str, Model],
+    output: Model,
+    settings: Mapping[str, Sequence[Any]],
+    method: str = "ace",
+    *,
+    evaluate: Evaluate | None = None,
+    keep: str = "best",
+    maximise: str | None = None,
+    minimise: str | None = None,
+    at_once: int | None = None,
+    data: Model | Suite | None = None,
+    tensors: Sequence[Mapping[str, Any]] = (),
+    preset: str = "auto",
+    orientation: Orientation = "canonical",
+    missing: str = "error",
+    dtype: str | None = None,
+    allow_nonfinite: bool = False,
+    save_as: str = "model",
+    rank: int | None = None,
+    shard_size: int | str = "5GB",
+    device: str = "cpu",
+    threads: int | None = None,
+    resume: bool = True,
+    verify: bool = False,
+    overwrite: bool = False,
+    force: bool = False,
+    offline: bool = False,
+    quiet: bool = True,
+    **options: Any,
+) -> SweepResult:
+    """Merge at every combination of settings, such as {"epsilon": [1e-5, 1e-4]}, in one pass: the same as `acemerge sweep`.
+
+    `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
+    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another. Further
+    keywords are options that do not vary; all others are those of `merge`.
+    """
+    if maximise and minimise:
+        raise InputError("maximise and minimise: one score decides; give one of them")
+    suite = None if data is None or isinstance(data, str | PathLike) else data
+    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
+    recipe = make_recipe(
+        {
+            "base": str(base),
+            "experts": [{"model": str(model), "name": name} for name, model in pairs],
+            "method": method,
+            "options": options,
+            "data": suite.name if suite else data if data is None else str(data),
+            "tensors": [dict(rule) for rule in tensors],
+            "preset": preset,
+            "orientation": orientation,
+            "missing": missing,
+            "dtype": dtype,
+            "allow_nonfinite": allow_nonfinite,
+            "save_as": save_as,
+            "rank": rank,
+            "shard_size": shard_size,
+        },
+        "acemerge.sweep",
+    )
+    return run_sweep(
+        recipe,
+        settings,
+        Path(output),
+        evaluate=evaluate,
+        keep=keep,
+        objective=Objective(minimise or maximise, largest=minimise is None),
+        at_once=at_once,
+        device=device,
+        threads=threads,
+        resume=resume,
+        verify=verify,
+        overwrite=overwrite,
+        force=force,
         offline=offline,
         quiet=quiet,
         suite=suite,

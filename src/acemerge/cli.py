@@ -18,6 +18,7 @@ from acemerge.bench.command import bench_app, demo_command
 from acemerge.diagnosis.command import diagnose_command
 from acemerge.errors import AcemergeError, MergeError, PreflightError
 from acemerge.evaluate.command import evaluate_command
+from acemerge.grid.command import sweep_command
 from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
 from acemerge.report.command import report_command
 
@@ -39,6 +40,7 @@ app = typer.Typer(
 
 app.add_typer(bench_app)
 app.command("demo")(demo_command)
+app.command("sweep")(sweep_command)
 app.command("diagnose")(diagnose_command)
 app.command("report")(report_command)
 app.command("evaluate")(evaluate_command)

@@ -51,19 +51,23 @@ class Experts:
         self._rows, self._columns = task_vectors.shape[1:]
         self._ones, self._ones_squared = frame.ones_out.to(dtype), frame.shape[0]
         self._device = task_vectors.device
-        self._means = [self._column_means(D) if centre else self._zeros(self._columns) for D in self._deltas]
+        self._means = [self._column_means(D) if centre else self._double(self._columns) for D in self._deltas]
 
     def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
-        total = torch.zeros(self._columns, dtype=torch.float64, device=self._device)
+        total = self._double(self._columns)
         for rows in row_blocks(self._rows, self._columns):
             total.addmv_(D[rows].double().T, self._ones[rows].double())
-        return (total / self._ones_squared).to(self.dtype)
+        return total / self._ones_squared
+
+    def _double(self, *shape: int) -> Float[Tensor, "*shape"]:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def _zeros(self, *shape: int) -> Float[Tensor, "*shape"]:
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
-        return self._deltas[t][rows].to(self.dtype, copy=True).addr_(self._ones[rows], self._means[t], alpha=-1)
+        means = self._means[t].to(self.dtype)
+        return self._deltas[t][rows].to(self.dtype, copy=True).addr_(self._ones[rows], means, alpha=-1)
 
     def traces(self, energies: Sequence[float]) -> list[float]:
         """tr_t = |C_t|_F^2, given |tau_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
@@ -97,7 +101,7 @@ class Experts:
         for t, weight in enumerate(a):
             for rows in row_blocks(self._rows, self._columns):
                 C = self._centred(t, rows)
-                total.addmv_(C.T, C @ self._means[t], alpha=weight)
+                total.addmv_(C.T, C @ self._means[t].to(self.dtype), alpha=weight)
         return total
 
     def weighted_covariance(self, a: Sequence[float]) -> tuple[Gram, Float[Tensor, "out in"]]:
@@ -107,6 +111,20 @@ class Experts:
             return DualGram(stack, outer), self._own_blocks(outer, a) @ stack
         S, CS = self._primal_covariance(a)
         return PrimalGram(S), CS
+
+    def weighted_covariances(self, weightings: Sequence[Sequence[float]]) -> list[tuple[Gram, Float[Tensor, "out in"]]]:
+        """The same for several weights a: S_t and C_t S_t are formed once, and added to every sum."""
+        if len(weightings) == 1 or self._is_very_wide(weightings[0]):
+            return [self.weighted_covariance(a) for a in weightings]
+        sums = [(self._zeros(self._columns, self._columns), self._zeros(self._rows, self._columns)) for _ in weightings]
+        S_t, CS_t = self._zeros(self._columns, self._columns), self._zeros(self._rows, self._columns)
+        add = self._add_through_covariance if self._columns <= self._rows else self._add_through_outer_gram
+        for t in range(len(self._deltas)):
+            add(S_t.zero_(), CS_t.zero_(), t, 1.0)
+            for a, (S, CS) in zip(weightings, sums, strict=True):
+                S.add_(S_t, alpha=a[t])
+                CS.add_(CS_t, alpha=a[t])
+        return [(PrimalGram(S), CS) for S, CS in sums]
 
     def least_squares(self, a: Sequence[float], rtol: float) -> tuple[Float[Tensor, "out in"], int]:
         """The M nearest to every expert under its own covariance, argmin sum_t a_t |(M - C_t) C_t^T|_F^2, of least norm.

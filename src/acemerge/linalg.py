@@ -126,6 +126,10 @@ class PrimalGram:
 
     matrix: Float[Tensor, "n n"]
 
+    def copy(self) -> PrimalGram:
+        """The same S once more, for a factorisation to use up."""
+        return PrimalGram(self.matrix.clone())
+
     def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
         """`a S`."""
         product = a.new_zeros(a.shape)
@@ -151,6 +155,10 @@ class DualGram:
 
     stack: Float[Tensor, "rows n"]
     outer: Float[Tensor, "rows rows"]
+
+    def copy(self) -> DualGram:
+        """The same S once more, for a factorisation to use up."""
+        return DualGram(self.stack, self.outer.clone())
 
     def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
         """`a S`."""

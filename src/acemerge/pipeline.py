@@ -123,6 +123,12 @@ def find_sources(recipe: Recipe, relative_to: Path = Path(), offline: bool = Fal
 
 def make_plan(recipe: Recipe, sources: Sources, relative_to: Path = Path(), suite: Suite | None = None) -> Plan:
     """Open the checkpoints (headers only) and the data, if any, and decide everything."""
+    return make_plans([recipe], sources, relative_to, suite)[0]
+
+
+def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = Path(), suite: Suite | None = None) -> list[Plan]:
+    """The same for recipes that differ in their options alone: what they read is opened once."""
+    recipe = recipes[0]
     check_data_asked(recipe)
     base = open_checkpoint(sources.base.path, sources.names[0])
     problems: list[str] = []
@@ -142,7 +148,7 @@ def make_plan(recipe: Recipe, sources: Sources, relative_to: Path = Path(), suit
 
         check_experts_can_run(recipe, experts)
         data = open_data(suite or recipe.data, base, experts, relative_to)
-    return build_plan(recipe, base, experts, base.config, data)
+    return [build_plan(each, base, experts, base.config, data) for each in recipes]
 
 
 def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:

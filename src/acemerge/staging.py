@@ -103,6 +103,13 @@ class Staging:
 
 def check_output(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
     """Refuse an output place that cannot be used, or that holds or lies in anything of the user's, before any work."""
+    check_place(output, inputs)
+    if is_occupied(output):
+        _check_may_replace(output, overwrite)
+
+
+def check_place(output: Path, inputs: Sequence[Path] = ()) -> None:
+    """Refuse a place where no folder can be made, or that has to do with a model that is read."""
     if output.is_symlink():
         raise InputError(f"{output}: is a link; give the folder itself")
     if output.is_mount():
@@ -111,8 +118,6 @@ def check_output(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> 
     for path in (given.resolve() for given in inputs):
         if place == path or place in path.parents or (path.is_dir() and path in place.parents):
             raise InputError(f"{output}: is, holds or lies in the model {path.name} that is read; choose another output")
-    if is_occupied(output):
-        _check_may_replace(output, overwrite)
     existing = next(p for p in place.parents if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"{output}: cannot be created, {existing} is not a writable folder")
@@ -169,6 +174,18 @@ def staged_output(
         earlier = publish(folder, output)
         if earlier:
             remove(earlier, _STATE)
+
+
+def withdraw(output: Path) -> None:
+    """Remove a published output, and what a kill left of removing it: it is whole, or gone from its place at once."""
+    partial = partial_folder(output)
+    if partial.exists():
+        _check_ours(partial, output)
+        shutil.rmtree(partial)
+    if output.exists():
+        _check_may_replace(output, overwrite=True)
+        output.rename(partial)
+        remove(partial, _STATE)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from acemerge.data.run import DataRun
+from acemerge.frame import Sides
 from acemerge.input_hashes import Hashes
 from acemerge.methods import Options, get_method
 from acemerge.methods.registry import Statistics
@@ -23,34 +25,68 @@ def gather_statistics(plan: Plan, device: torch.device, progress: Progress, hash
 
     `hashes` gives the sha256 of the models' files, by which measurements are kept.
     """
+    return gather_at_points([plan], device, progress, hashes)[0]
+
+
+def gather_at_points(
+    plans: Sequence[Plan], device: torch.device, progress: Progress, hashes: Callable[[], Hashes] = dict
+) -> list[Gathered]:
+    """The same for each of several plans, which differ in their method's options alone; their passes read every tensor once."""
+    passes: dict[tuple[object, ...], _Pass] = {}
+    gathered: list[dict[tuple[str | None, Options | None], Any]] = [{} for _ in plans]
+    for plan, own in zip(plans, gathered, strict=True):
+        names = tuple(expert.name for expert in plan.experts)
+        for (method, options), tensors in _groups(plan).items():
+            measure, factory = get_method(method).measure, get_method(method).statistics
+            if measure and plan.data:
+                run = DataRun(plan, tensors, plan.data, hashes(), device, progress)
+                own[method, options] = measure(run, options)
+                progress.say(f"measured; merging {len(plan.tensors)} tensors")
+            statistics = factory(options, names) if factory else None
+            if statistics is not None:
+                planned = {tensor.name: tensor for tensor in tensors}
+                same = passes.setdefault((method, options, *planned), _Pass(plan, planned, statistics))
+                own[method, options] = same.statistics
+    _run_passes(list(passes.values()), device, progress)
+    return list(gathered)
+
+
+def _groups(plan: Plan) -> dict[tuple[str, Options], list[PlannedTensor]]:
     groups: dict[tuple[str, Options], list[PlannedTensor]] = {}
     for planned in plan.tensors:
         if planned.action == "merged" and planned.method and planned.options:
             groups.setdefault((planned.method, planned.options), []).append(planned)
-    names = tuple(expert.name for expert in plan.experts)
-    gathered: dict[tuple[str | None, Options | None], Any] = {}
-    for (method, options), tensors in groups.items():
-        measure, factory = get_method(method).measure, get_method(method).statistics
-        if measure and plan.data:
-            run = DataRun(plan, tensors, plan.data, hashes(), device, progress)
-            gathered[method, options] = measure(run, options)
-            progress.say(f"measured; merging {len(plan.tensors)} tensors")
-        statistics = factory(options, names) if factory else None
-        if statistics is not None:
-            _run_passes(plan, tensors, statistics, device, progress)
-            gathered[method, options] = statistics
-    return gathered
+    return groups
 
 
-def _run_passes(
-    plan: Plan, tensors: list[PlannedTensor], statistics: Statistics, device: torch.device, progress: Progress
-) -> None:
-    number, more = 0, True
-    while more:
+@dataclass(frozen=True)
+class _Pass:
+    """What one method, at one point, must see."""
+
+    plan: Plan
+    tensors: Mapping[str, PlannedTensor]
+    statistics: Statistics
+
+
+def _run_passes(passes: Sequence[_Pass], device: torch.device, progress: Progress) -> None:
+    """All of them side by side, until none needs another."""
+    number = 0
+    while passes:
         number += 1
-        progress.say(f"statistics pass {number}: {len(tensors)} tensors")
-        for planned in tensors:
-            task_vectors, frame = observed_task_vectors(plan, planned, device)
-            if task_vectors is not None:
-                statistics.observe(task_vectors, tensor_context(plan, planned, frame))
-        more = statistics.end_pass()
+        names = dict.fromkeys(name for each in passes for name in each.tensors)
+        progress.say(f"statistics pass {number}: {len(names)} tensors")
+        for name in names:
+            _show([each for each in passes if name in each.tensors], name, device)
+        passes = [each for each in passes if each.statistics.end_pass()]
+
+
+def _show(passes: Sequence[_Pass], name: str, device: torch.device) -> None:
+    """One tensor to all that must see it, read once for each core it is seen in."""
+    by_core: dict[Sides | None, list[_Pass]] = {}
+    for each in passes:
+        by_core.setdefault(each.tensors[name].core, []).append(each)
+    for alike in by_core.values():
+        task_vectors, frame = observed_task_vectors(alike[0].plan, alike[0].tensors[name], device)
+        if task_vectors is not None:
+            for each in alike:
+                each.statistics.observe(task_vectors, tensor_context(each.plan, each.tensors[name], frame))

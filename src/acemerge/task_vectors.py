@@ -15,10 +15,11 @@ from torch import Tensor
 
 from acemerge.checkpoint import Checkpoint
 from acemerge.errors import MergeError
-from acemerge.frame import Factors, Frame, low_rank_factors, standard_frame, to_cores
+from acemerge.frame import Factors, Frame, Sides, low_rank_factors, standard_frame, to_cores
 from acemerge.linalg import sum_of_squares
 from acemerge.lora_change import LoraChange
 from acemerge.methods import Context, Merged, get_method
+from acemerge.methods.sweeps import merge_at_points
 from acemerge.option_text import Fact
 from acemerge.plan import Plan, PlannedTensor
 
@@ -45,25 +46,49 @@ class MergedTensor:
     """Of methods with one model per task: each expert's own parts, and what all of them refer to, as they are stored."""
 
 
+@dataclass(frozen=True)
+class TensorMerge:
+    """One tensor under one plan. A sweep has many plans, which differ in their method's options alone."""
+
+    plan: Plan
+    planned: PlannedTensor
+    statistics: Any = None
+    """What its method's statistics pass gathered, if it has one."""
+
+
 def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: Any = None) -> MergedTensor:
     """Carry out the plan for one tensor; `statistics` is what its method's statistics pass gathered, if it has one."""
+    [(_, merged)] = merge_tensor_at_points([TensorMerge(plan, planned, statistics)], device)
+    return merged
+
+
+def merge_tensor_at_points(merges: Sequence[TensorMerge], device: torch.device) -> Iterator[tuple[list[int], MergedTensor]]:
+    """Carry out every plan for one tensor, reading it once; each distinct result with the indices of its merges, in any order."""
+    plan, planned = merges[0].plan, merges[0].planned
     base = plan.base.read(planned.name)
     dtype = getattr(torch, planned.output_dtype)
     if planned.method is None or planned.options is None:
-        return _untouched(plan, planned, base.to(dtype))
-    task_vectors, frame = load_task_vectors(plan, planned, device)
-    energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
-    if not all(map(math.isfinite, energies)):
-        return _nonfinite(plan, planned, device)
-    if not any(energies):
-        return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
-    context = tensor_context(plan, planned, frame, statistics)
-    merged, facts = _merge(plan, planned, task_vectors, context, energies)
-    del task_vectors
-    parts = _parts(planned, context, merged)
+        yield list(range(len(merges))), _untouched(plan, planned, base.to(dtype))
+        return
+    for points, task_vectors, frame, energies in _read_each_core(merges, device):
+        if not all(map(math.isfinite, energies)):
+            yield points, _nonfinite(plan, planned, device)
+        elif not any(energies):
+            yield points, MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
+        else:
+            for sharing, merged, facts in _merge(merges, points, task_vectors, frame, energies):
+                yield sharing, _as_stored(merges[sharing[0]], base, merged, facts, frame)
+
+
+def _as_stored(
+    merge: TensorMerge, base: Tensor, merged: Merged, facts: Mapping[str, TensorFact], frame: Frame | None
+) -> MergedTensor:
+    """W0 + M and the tasks' parts as they are written; M is used up."""
+    plan, planned = merge.plan, merge.planned
+    parts = _parts(plan, planned, merged)
     shared = _shared_vector(planned, merged)
     exact = _add_base(merged.delta, base, planned, frame)
-    value = _to_stored(exact, planned, dtype)
+    value = _to_stored(exact, planned, getattr(torch, planned.output_dtype))
     shared |= _lost_by_rounding(planned, exact, value) if parts else {}
     given = list(merged.warnings)
     if not math.isfinite(sum_of_squares(value)):
@@ -86,14 +111,29 @@ def merge_to_factors(
     plan: Plan, planned: PlannedTensor, device: torch.device, statistics: Any, rank: int | None
 ) -> MergedFactors | None:
     """The merged change of one tensor at its own rank, or at most at the one given; None if nobody changed it."""
-    task_vectors, frame = load_task_vectors(plan, planned, device)
-    energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
-    if not all(map(math.isfinite, energies)):
-        raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
-    if not any(energies):
-        return None
-    merged, facts = _merge(plan, planned, task_vectors, tensor_context(plan, planned, frame, statistics), energies)
-    del task_vectors
+    [(_, merged)] = merge_to_factors_at_points([TensorMerge(plan, planned, statistics)], device, rank)
+    return merged
+
+
+def merge_to_factors_at_points(
+    merges: Sequence[TensorMerge], device: torch.device, rank: int | None
+) -> Iterator[tuple[list[int], MergedFactors | None]]:
+    """The same for every plan, reading the tensor once; each distinct result with the indices of its merges, in any order."""
+    plan, planned = merges[0].plan, merges[0].planned
+    for points, task_vectors, frame, energies in _read_each_core(merges, device):
+        if not all(map(math.isfinite, energies)):
+            raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
+        if not any(energies):
+            yield points, None
+        else:
+            for sharing, merged, facts in _merge(merges, points, task_vectors, frame, energies):
+                yield sharing, _as_factors(merges[sharing[0]], merged, facts, frame, rank)
+
+
+def _as_factors(
+    merge: TensorMerge, merged: Merged, facts: dict[str, TensorFact], frame: Frame | None, rank: int | None
+) -> MergedFactors:
+    plan, planned = merge.plan, merge.planned
     energy = sum_of_squares(merged.delta)
     if not math.isfinite(energy):
         raise MergeError(f"tensor '{planned.name}': the merged change is not finite; {_likely_cause(plan, planned)}")
@@ -105,21 +145,35 @@ def merge_to_factors(
     return MergedFactors(factors, facts, _warnings(planned, facts, merged.warnings))
 
 
+def _read_each_core(
+    merges: Sequence[TensorMerge], device: torch.device
+) -> Iterator[tuple[list[int], Tensor, Frame | None, list[float]]]:
+    """Task vectors, their frame and their energies, once for all merges that see them alike; those merges' indices come first."""
+    points: dict[Sides | None, list[int]] = {}
+    for point, merge in enumerate(merges):
+        points.setdefault(merge.planned.core, []).append(point)
+    for sharing in points.values():
+        first = merges[sharing[0]]
+        task_vectors, frame = load_task_vectors(first.plan, first.planned, device)
+        yield sharing, task_vectors, frame, [sum_of_squares(task_vector) for task_vector in task_vectors]
+
+
 def _merge(
-    plan: Plan, planned: PlannedTensor, task_vectors: Tensor, context: Context, energies: list[float]
-) -> tuple[Merged, dict[str, TensorFact]]:
-    """The method at work, and what it and the norms tell."""
+    merges: Sequence[TensorMerge], points: Sequence[int], task_vectors: Tensor, frame: Frame | None, energies: list[float]
+) -> Iterator[tuple[list[int], Merged, dict[str, TensorFact]]]:
+    """The method at work at these points, and what it and the norms tell."""
+    chosen = [merges[point] for point in points]
+    plan, planned = chosen[0].plan, chosen[0].planned
     assert planned.method is not None
-    assert planned.options is not None
+    options = [merge.planned.options for merge in chosen if merge.planned.options is not None]
+    contexts = [tensor_context(merge.plan, merge.planned, frame, merge.statistics) for merge in chosen]
     try:
-        merged = get_method(planned.method)(task_vectors, planned.options, context)
+        for found, merged in merge_at_points(get_method(planned.method), task_vectors, options, contexts):
+            norms = _norms(energies, merged) if planned.action == "merged" else {}
+            facts = {**merged.facts, "task_norms": [math.sqrt(energy) for energy in energies], **norms}
+            yield [points[index] for index in found], merged, facts
     except ArithmeticError as error:
         raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
-    return merged, {
-        **merged.facts,
-        "task_norms": [math.sqrt(energy) for energy in energies],
-        **(_norms(energies, merged) if planned.action == "merged" else {}),
-    }
 
 
 def _untouched(plan: Plan, planned: PlannedTensor, value: Tensor) -> MergedTensor:
@@ -162,9 +216,12 @@ def observed_task_vectors(
 
 def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, statistics: Any = None) -> Context:
     """What a method may know about the tensor beyond its task vectors."""
-    names = tuple(plan.experts[source.expert].name for source in planned.experts)
     base = _to_method(plan.base.read(planned.name), planned.transposed)
-    return Context(planned.name, names, base, statistics, frame, planned.transposed)
+    return Context(planned.name, _expert_names(plan, planned), base, statistics, frame, planned.transposed)
+
+
+def _expert_names(plan: Plan, planned: PlannedTensor) -> tuple[str, ...]:
+    return tuple(plan.experts[source.expert].name for source in planned.experts)
 
 
 def load_task_vectors(
@@ -244,11 +301,10 @@ def _to_stored(merged: Tensor, planned: PlannedTensor, dtype: torch.dtype) -> Te
     return _to_method(merged, planned.transposed).to("cpu", dtype).reshape(planned.header.shape).contiguous()
 
 
-def _parts(planned: PlannedTensor, context: Context, merged: Merged) -> dict[str, dict[str, Tensor]]:
+def _parts(plan: Plan, planned: PlannedTensor, merged: Merged) -> dict[str, dict[str, Tensor]]:
     """What is each expert's own, by its name; an expert that has nothing of its own is left out."""
-    stored = {
-        expert: _stored_parts(own, planned) for expert, own in zip(context.experts, merged.parts, strict=bool(merged.parts))
-    }
+    names = _expert_names(plan, planned)
+    stored = {expert: _stored_parts(own, planned) for expert, own in zip(names, merged.parts, strict=bool(merged.parts))}
     return {expert: own for expert, own in stored.items() if own}
 
 

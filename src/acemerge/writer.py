@@ -24,23 +24,43 @@ _COPIED_AT_ONCE = 2**23
 
 
 def write_safetensors(path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor]) -> str:
-    """Write a safetensors file one tensor at a time, in the order given, and return its sha256.
+    """Write a safetensors file one tensor at a time, in the order given, and return its sha256."""
+    with ExitStack() as open_files:
+        file = StreamedFile(path, headers, open_files)
+        for value in values:
+            file.add(value)
+        return file.finish()
+
+
+class StreamedFile:
+    """A safetensors file that takes its tensors one at a time, in the order given.
 
     The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds one tensor.
     """
-    header = _encoded_header(headers)
-    digest = hashlib.sha256(header)
-    with path.open("wb") as file:
-        file.write(header)
-        for (name, expected), value in zip(headers, values, strict=True):
-            data = _bytes_of(value)
-            if data.nbytes != expected.nbytes:
-                raise MergeError(f"{path.name}: tensor '{name}' has {data.nbytes} bytes, the plan says {expected.nbytes}")
-            file.write(data)
-            digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+
+    def __init__(self, path: Path, headers: Sequence[tuple[str, TensorHeader]], open_files: ExitStack) -> None:
+        header = _encoded_header(headers)
+        self._path, self._expected, self._digest = path, iter(headers), hashlib.sha256(header)
+        self._file = open_files.enter_context(path.open("wb"))
+        self._file.write(header)
+
+    def add(self, value: Tensor) -> None:
+        """The next tensor."""
+        name, expected = next(self._expected)
+        data = _bytes_of(value)
+        if data.nbytes != expected.nbytes:
+            raise MergeError(f"{self._path.name}: tensor '{name}' has {data.nbytes} bytes, the plan says {expected.nbytes}")
+        self._file.write(data)
+        self._digest.update(data)
+
+    def finish(self) -> str:
+        """Complete the file; its sha256."""
+        left = [name for name, _ in self._expected]
+        if left:
+            raise MergeError(f"{self._path.name}: tensor '{left[0]}' was not written")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
 
 
 def tensor_sha256(tensor: Tensor) -> str:

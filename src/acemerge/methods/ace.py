@@ -24,6 +24,7 @@ from acemerge.covariance import Experts
 from acemerge.frame import Frame
 from acemerge.linalg import Gram, leading_directions, rounding_error, sum_of_squares
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.option_text import Fact
 
 DEFAULT_EPSILON = 1e-5
 SMALL = 512
@@ -94,57 +95,90 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
     system, and the leading singular directions of heterogeneous tensors are refined. No data, no training.
     """
     options = options.resolve({})
-    energies = [sum_of_squares(D) for D in task_vectors]
-    # An expert that did not change this tensor has no opinion on it.
-    changed = [t for t, energy in enumerate(energies) if energy > 0]
-    if not changed:
-        return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
-    energies, frame = [energies[t] for t in changed], context.frame_of(task_vectors)
     if float32_pays(task_vectors):
         with suppress(ArithmeticError):  # too ill-conditioned for it
-            return merge_experts(
-                Experts(task_vectors, changed, frame, centre=True, dtype=torch.float32), energies, options, frame
-            )
-    return merge_experts(Experts(task_vectors, changed, frame, centre=True), energies, options, frame)
+            return merge_in(torch.float32, task_vectors, options, context)
+    return merge_in(torch.float64, task_vectors, options, context)
 
 
-def merge_experts(experts: Experts, energies: list[float], options: AceOptions, frame: Frame) -> Merged:
-    """Steps 1 to 6, in the experts' precision; an ArithmeticError if float32 is not precise enough."""
-    gamma = heterogeneity(energies)  # step 1
-    heterogeneous = gamma > options.tau
-    traces = experts.traces(energies)
-    a, e = covariance_weights(traces, options, heterogeneous)  # step 3
+def merge_in(dtype: torch.dtype, task_vectors: Float[Tensor, "task out in"], options: AceOptions, context: Context) -> Merged:
+    """Steps 1 to 6; an ArithmeticError if float32 is not precise enough."""
+    frame = context.frame_of(task_vectors)
+    opinions = read_opinions(task_vectors, frame, dtype)
+    if opinions is None:
+        return nobody_changed(task_vectors)
+    experts = opinions.experts
+    heterogeneous = opinions.gamma > options.tau  # step 1
+    a, e = covariance_weights(opinions.traces, options, heterogeneous)  # step 3
     ridge = math.fsum(e)
 
     # Step 2 with its weights: S = sum_t a_t S_t, and sum_t a_t C_t S_t.
     S, CS = experts.weighted_covariance(a)
     R = residual(experts, a, S, CS, ridge, frame) if heterogeneous and options.refine else None
-    kappa = 1 / statistics.fmean(energies) if heterogeneous else 1.0
     N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
-    P, rounding = closed_form(S, N, ridge, kappa if options.prior else 0.0, frame)  # steps 4 and 5
-    check_precision(rounding, P.dtype)
+    P, rounding = closed_form(S, N, ridge, prior_strength(opinions, options, heterogeneous), frame)  # steps 4 and 5
     del S, N, CS  # as large as everything else here
 
-    facts = {
-        "active_experts": len(energies),
-        "gamma": min(gamma, sys.float_info.max),
-        "branch": "heterogeneous" if heterogeneous else "homogeneous",
-        "ridge_share": regulariser_share(a, e, traces, frame.shape[1]),
-        "precision": str(P.dtype).removeprefix("torch."),
-    }
+    facts = describe(opinions, heterogeneous, a, e, frame)
     if R is None:
         return Merged(P, facts)
 
     # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
-    k = math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
     F = R.add_(P).double()
-    leading = leading_directions(F, k)
+    leading = leading_directions(F, refined_directions(options, frame))
     if len(leading.values):
-        # F's rounding is spread over all its directions, and divided by s_i in the i-th of U_k V_k^T.
-        spread = math.sqrt(sum_of_squares(F) / min(frame.shape) * float(leading.values.pow(-2).mean()))
-        check_precision(rounding * spread, P.dtype)
-        P.addmm_(leading.left.to(P.dtype), leading.right.to(P.dtype).T, alpha=float(leading.values.mean()))
+        check_refinement(rounding, F, leading.values, dtype)
+        P.addmm_(leading.left.to(dtype), leading.right.to(dtype).T, alpha=float(leading.values.mean()))
     return Merged(P, {**facts, "refined_directions": len(leading.values)})
+
+
+@dataclass(frozen=True)
+class Opinions:
+    """What the experts that changed this tensor say, whatever the options."""
+
+    experts: Experts
+    energies: list[float]
+    traces: list[float]
+    gamma: float
+
+
+def read_opinions(task_vectors: Float[Tensor, "task out in"], frame: Frame, dtype: torch.dtype) -> Opinions | None:
+    """Steps 1 and 2, without the experts that did not change this tensor: they have no opinion on it. None: nobody has."""
+    energies = [sum_of_squares(D) for D in task_vectors]
+    changed = [t for t, energy in enumerate(energies) if energy > 0]
+    if not changed:
+        return None
+    experts = Experts(task_vectors, changed, frame, centre=True, dtype=dtype)
+    energies = [energies[t] for t in changed]
+    return Opinions(experts, energies, experts.traces(energies), heterogeneity(energies))
+
+
+def nobody_changed(task_vectors: Float[Tensor, "task out in"]) -> Merged:
+    """Nothing to merge."""
+    return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
+
+
+def describe(opinions: Opinions, heterogeneous: bool, a: list[float], e: list[float], frame: Frame) -> dict[str, Fact]:
+    """What a reader of the report should know."""
+    return {
+        "active_experts": len(opinions.energies),
+        "gamma": min(opinions.gamma, sys.float_info.max),
+        "branch": "heterogeneous" if heterogeneous else "homogeneous",
+        "ridge_share": regulariser_share(a, e, opinions.traces, frame.shape[1]),
+        "precision": str(opinions.experts.dtype).removeprefix("torch."),
+    }
+
+
+def prior_strength(opinions: Opinions, options: AceOptions, heterogeneous: bool) -> float:
+    """Step 4: kappa, in c = kappa * (column means of S)."""
+    if not options.prior:
+        return 0.0
+    return 1 / statistics.fmean(opinions.energies) if heterogeneous else 1.0
+
+
+def refined_directions(options: AceOptions, frame: Frame) -> int:
+    """Step 6: k."""
+    return math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
 
 
 def covariance_weights(traces: list[float], options: AceOptions, heterogeneous: bool) -> tuple[list[float], list[float]]:
@@ -179,7 +213,15 @@ def closed_form(
     divide = S.factorise(ridge)
     Z = divide(N)
     u = divide(c[None])[0]
-    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones))), rounding_error(size, divide, Z)
+    rounding = rounding_error(size, divide, Z)
+    check_precision(rounding, Z.dtype)
+    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones))), rounding
+
+
+def check_refinement(rounding: float, F: Float[Tensor, "out in"], values: Float[Tensor, " k"], dtype: torch.dtype) -> None:
+    """Whether step 6 is precise: rounding of F is spread over its directions, and divided by s_i in the i-th of U_k V_k^T."""
+    each = math.sqrt(sum_of_squares(F) / min(F.shape))
+    check_precision(rounding * each * math.sqrt(float(values.pow(-2).mean())), dtype)
 
 
 def check_precision(rounding: float, dtype: torch.dtype) -> None:

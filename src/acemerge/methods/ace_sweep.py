@@ -1,0 +1,158 @@
+"""ACE at many settings of a tensor, with the numbered steps of `ace.py`: each is done once for all settings that agree on it.
+
+    S = sum_t a_t S_t and sum_t a_t C_t S_t     once; both branches' weights a_t from the same S_t and C_t S_t
+    N = sum_t a_t C_t S_t + epsilon E           with E = sum_t a_t C_t: affine in epsilon
+    R = R_0 - (epsilon sum_t a_t / T) sum_t D_t affine in epsilon
+    P                                           a Cholesky factorisation and a solve for each epsilon
+    U_k V_k^T of F = P + R                      once for each epsilon, for the largest k: a smaller k takes the first of them
+
+tau only chooses the branch, so all tau on the same side of gamma are one setting. In the eigenbasis of S an epsilon would cost a
+product of the size of the solve it saves: finding that basis takes longer than factorising S for dozens of epsilons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from acemerge.frame import Frame
+from acemerge.linalg import Gram, leading_directions
+from acemerge.methods.ace import (
+    AceOptions,
+    Opinions,
+    check_refinement,
+    closed_form,
+    covariance_weights,
+    describe,
+    float32_pays,
+    nobody_changed,
+    prior_strength,
+    read_opinions,
+    refined_directions,
+    residual,
+)
+from acemerge.methods.registry import Context, Merged
+from acemerge.methods.sweeps import AtPoints, shared_route
+
+
+@dataclass(frozen=True, order=True)
+class _System:
+    """Settings with the same P."""
+
+    heterogeneous: bool
+    epsilon: float
+    kappa: float
+
+
+@dataclass(frozen=True, order=True)
+class _Setting:
+    """What the options come to for this tensor; equal settings have equal results. Sorted, what can be shared is adjacent."""
+
+    a: tuple[float, ...]
+    system: _System
+    k: int
+    """-1: not refined."""
+
+
+def _float64_elements(tasks: int, rows: int, columns: int) -> float:
+    """Peak of working memory in float64 numbers: both branches' sums, and one P and its refinement."""
+    m, n, small = rows, columns, min(rows, columns)
+    dual = tasks * m < n
+    system = float((tasks * m) ** 2 + tasks * m * n) if dual else float(n * n)
+    accumulate = 3.0 * (system + m * n) + (n * n if n <= m else m * n + m * m)
+    solve = 3.0 * system + 7.0 * m * n + 3.0 * small * small + small * (m + n)
+    return max(accumulate, solve)
+
+
+@shared_route("ace", float64_elements=_float64_elements)
+def ace_sweep(task_vectors: Float[Tensor, "task out in"], options: Sequence[AceOptions], context: Context) -> Iterator[AtPoints]:
+    """M at every setting: in float32 where that pays and is precise enough, the others in float64, as in a merge of their own."""
+    frame = context.frame_of(task_vectors)
+    opinions = read_opinions(task_vectors, frame, torch.float32 if float32_pays(task_vectors) else torch.float64)  # steps 1 and 2
+    if opinions is None:
+        yield list(range(len(options))), nobody_changed(task_vectors)
+        return
+    points: dict[_Setting, list[int]] = {}
+    for point, own in enumerate(options):
+        points.setdefault(_setting(own.resolve({}), opinions, frame), []).append(point)
+    for setting, merged in _merge_all(list(points), opinions, frame):
+        yield points.pop(setting), merged
+    if points:
+        exact = read_opinions(task_vectors, frame, torch.float64)
+        assert exact is not None
+        for setting, merged in _merge_all(list(points), exact, frame):
+            yield points.pop(setting), merged
+
+
+def _merge_all(settings: Sequence[_Setting], opinions: Opinions, frame: Frame) -> Iterator[tuple[_Setting, Merged]]:
+    weightings = sorted({setting.a for setting in settings})
+    sums = opinions.experts.weighted_covariances(weightings)
+    for a in weightings:
+        S, CS = sums.pop(0)
+        yield from _merge_settings(sorted(s for s in settings if s.a == a), opinions, S, CS, frame)
+
+
+def _setting(options: AceOptions, opinions: Opinions, frame: Frame) -> _Setting:
+    heterogeneous = opinions.gamma > options.tau
+    a, _ = covariance_weights(opinions.traces, options, heterogeneous)  # step 3
+    assert not isinstance(options.epsilon, str)
+    system = _System(heterogeneous, options.epsilon, prior_strength(opinions, options, heterogeneous))
+    return _Setting(tuple(a), system, refined_directions(options, frame) if heterogeneous and options.refine else -1)
+
+
+def _merge_settings(
+    settings: Sequence[_Setting], opinions: Opinions, S: Gram, CS: Float[Tensor, "out in"], frame: Frame
+) -> Iterator[tuple[_Setting, Merged]]:
+    """Steps 3 to 6 for settings of the same weights a_t, without those for which float32 is not precise enough."""
+    experts, a = opinions.experts, list(settings[0].a)
+    E = experts.add_weighted(torch.zeros_like(CS), a)
+    R_0 = D_sum = None
+    if any(setting.k >= 0 for setting in settings):
+        R_0 = residual(experts, a, S, CS, 0.0, frame)
+        D_sum = torch.cat([block for _, block in experts.sums()])
+    for system, sharing in groupby(settings, lambda setting: setting.system):  # sorted: those with the same P come together
+        e = [system.epsilon * weight for weight in a]
+        ridge = math.fsum(e)
+        with suppress(ArithmeticError) if experts.dtype == torch.float32 else nullcontext():
+            N = torch.add(CS, E, alpha=system.epsilon)
+            P, rounding = closed_form(S.copy(), N, ridge, system.kappa, frame)  # steps 4 and 5
+            facts = describe(opinions, system.heterogeneous, a, e, frame)
+            refined = []
+            for setting in sharing:
+                if setting.k < 0:
+                    yield setting, Merged(P.clone(), facts)
+                else:
+                    refined.append(setting)
+            if refined and R_0 is not None and D_sum is not None:
+                F = torch.add(P, R_0).sub_(D_sum, alpha=ridge / len(a)).double()
+                for setting, (M, found) in zip(refined, _refine(P, F, rounding, [s.k for s in refined]), strict=True):
+                    yield setting, Merged(M, {**facts, "refined_directions": found})
+
+
+def _refine(
+    P: Float[Tensor, "out in"], F: Float[Tensor, "out in"], rounding: float, counts: Sequence[int]
+) -> Iterator[tuple[Tensor, int]]:
+    """Step 6 for each k, in ascending order: P + mean(s_1..s_k) U_k V_k^T, and how many of the k directions there were."""
+    leading = leading_directions(F, counts[-1])
+    values = _largest_first(leading.values)
+    left, right = (_largest_first(side).to(P.dtype) for side in (leading.left, leading.right))
+    directions, done = torch.zeros_like(P), 0
+    for k in counts:
+        found = min(k, len(values))
+        if found:
+            check_refinement(rounding, F, values[:found], P.dtype)
+        directions.addmm_(left[:, done:found], right[:, done:found].T)
+        done = found
+        strength = float(values[:found].mean()) if found else 0.0
+        yield torch.add(P, directions, alpha=strength), found
+
+
+def _largest_first(ascending: Tensor) -> Tensor:
+    return ascending.flip(-1)
