@@ -77,4 +77,4 @@ def test_a_sweep_chooses_the_precision_of_each_point() -> None:
     for index, own in enumerate(options):
         alone = ACE(given, own)
         assert found[index].facts == alone.facts
-        assert torch.linalg.norm(found[index].delta - alone.delta) <= 1e-6 * torch.linalg.norm(alone.delta)
+        assert torch.linalg.norm(found[index].delta - alone.delta) <= 1e-4 * torch.linalg.norm(alone.delta)
