@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 
 from acemerge.data.run import DataRun
 from acemerge.input_hashes import Hashes
+from acemerge.linalg import sum_of_squares
 from acemerge.methods import Options, get_method
 from acemerge.methods.registry import Statistics
 from acemerge.plan import Plan, PlannedTensor
 from acemerge.progress import Progress
-from acemerge.task_vectors import observed_task_vectors, tensor_context
+from acemerge.task_vectors import excuse_nonfinite, load_task_vectors, pieces_context, stored_values, tensor_context
 
 Gathered = Mapping[tuple[str | None, Options | None], Any]
 
@@ -46,11 +48,25 @@ def _run_passes(
     plan: Plan, tensors: list[PlannedTensor], statistics: Statistics, device: torch.device, progress: Progress
 ) -> None:
     number, more = 0, True
+    sound = tensors
     while more:
         number += 1
         progress.say(f"statistics pass {number}: {len(tensors)} tensors")
-        for planned in tensors:
-            task_vectors, frame = observed_task_vectors(plan, planned, device)
-            if task_vectors is not None:
-                statistics.observe(task_vectors, tensor_context(plan, planned, frame))
+        sound = [planned for planned in sound if _observe(plan, planned, statistics, device, first=number == 1)]
         more = statistics.end_pass()
+
+
+def _observe(plan: Plan, planned: PlannedTensor, statistics: Statistics, device: torch.device, *, first: bool) -> bool:
+    """Show one tensor to the statistics, in pieces if it is merged so; whether it is sound, which the first pass finds out."""
+    if planned.in_pieces and device.type == "cpu":
+        stored = stored_values(plan, planned)
+        if first and not stored.has_finite_task_vectors():
+            return excuse_nonfinite(plan, planned)
+        context = pieces_context(plan, planned)
+        stored.each(lambda piece: statistics.observe(piece.task_vectors, context))
+    else:
+        task_vectors, frame = load_task_vectors(plan, planned, device)
+        if first and not all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
+            return excuse_nonfinite(plan, planned)
+        statistics.observe(task_vectors, tensor_context(plan, planned, frame))
+    return True

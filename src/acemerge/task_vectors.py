@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from acemerge.linalg import sum_of_squares
 from acemerge.lora_change import LoraChange
 from acemerge.methods import Context, Merged, get_method
 from acemerge.option_text import Fact
+from acemerge.pieces import Stored, merge_pieces
 from acemerge.plan import Plan, PlannedTensor
 
 REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
@@ -51,12 +52,14 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     dtype = getattr(torch, planned.output_dtype)
     if planned.method is None or planned.options is None:
         return _untouched(plan, planned, base.to(dtype))
+    if planned.in_pieces and device.type == "cpu":
+        return _merge_in_pieces(plan, planned, statistics)
     task_vectors, frame = load_task_vectors(plan, planned, device)
     energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
     if not all(map(math.isfinite, energies)):
         return _nonfinite(plan, planned, device)
     if not any(energies):
-        return MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
+        return _unchanged(plan, planned)
     context = tensor_context(plan, planned, frame, statistics)
     merged, facts = _merge(plan, planned, task_vectors, context, energies)
     del task_vectors
@@ -67,9 +70,7 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
     shared |= _lost_by_rounding(planned, exact, value) if parts else {}
     given = list(merged.warnings)
     if not math.isfinite(sum_of_squares(value)):
-        given += _insist(
-            plan, planned, f"the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
-        )
+        given += _too_large(plan, planned)
     return MergedTensor(value, facts, _warnings(planned, facts, given), shared, parts)
 
 
@@ -118,8 +119,45 @@ def _merge(
     return merged, {
         **merged.facts,
         "task_norms": [math.sqrt(energy) for energy in energies],
-        **(_norms(energies, merged) if planned.action == "merged" else {}),
+        **(_norms(energies, sum_of_squares(merged.delta)) if planned.action == "merged" else {}),
     }
+
+
+def _merge_in_pieces(plan: Plan, planned: PlannedTensor, statistics: Any) -> MergedTensor:
+    """The same for an elementwise method, without ever holding the whole tensor's task vectors."""
+    assert planned.method is not None
+    assert planned.options is not None
+    method, options = get_method(planned.method), planned.options
+    context = pieces_context(plan, planned, statistics)
+    value = torch.empty(planned.header.shape, dtype=getattr(torch, planned.output_dtype))
+    found = merge_pieces(
+        stored_values(plan, planned), lambda task_vectors: method(task_vectors, options, context).delta, value.view(-1)
+    )
+    if not all(map(math.isfinite, found.energies)):
+        return _nonfinite(plan, planned, torch.device("cpu"))
+    if not any(found.energies):
+        return _unchanged(plan, planned)
+    facts: dict[str, TensorFact] = {
+        "task_norms": [math.sqrt(energy) for energy in found.energies],
+        **(_norms(found.energies, found.merged_energy) if planned.action == "merged" else {}),
+    }
+    given = [] if found.finite else _too_large(plan, planned)
+    return MergedTensor(value, facts, _warnings(planned, facts, given))
+
+
+def stored_values(plan: Plan, planned: PlannedTensor) -> Stored:
+    """A tensor that the experts store whole, as the files hold it."""
+    experts = [plan.experts[source.expert].read(source.name).reshape(-1) if source.name else None for source in planned.experts]
+    return Stored(plan.base.read(planned.name).reshape(-1), experts)
+
+
+def _unchanged(plan: Plan, planned: PlannedTensor) -> MergedTensor:
+    """Nobody changed it: the base's value, bit for bit."""
+    return MergedTensor(plan.base.read(planned.name).to(getattr(torch, planned.output_dtype)), {"active_experts": 0})
+
+
+def _too_large(plan: Plan, planned: PlannedTensor) -> list[str]:
+    return _insist(plan, planned, f"the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}")
 
 
 def _untouched(plan: Plan, planned: PlannedTensor, value: Tensor) -> MergedTensor:
@@ -135,7 +173,7 @@ def _nonfinite(plan: Plan, planned: PlannedTensor, device: torch.device) -> Merg
     """What becomes of a tensor with NaN or infinite values: an error, or by request the mean, which is all that is left to do."""
     base, dtype = plan.base.read(planned.name), getattr(torch, planned.output_dtype)
     if _all_equal_base(plan, planned):
-        return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
+        return _unchanged(plan, planned)  # a constant with infinities, such as an attention mask
     warnings = _insist(plan, planned, f"{_likely_cause(plan, planned)}. It is averaged, not merged")
     mean = _load_dense(plan, planned, device).mean(0).add_(_to_method(base, planned.transposed).to(device))
     return MergedTensor(_to_stored(mean, planned, dtype), {}, _warnings(planned, {}, warnings))
@@ -148,16 +186,11 @@ def _insist(plan: Plan, planned: PlannedTensor, problem: str) -> list[str]:
     raise MergeError(f"tensor '{planned.name}': {problem}")
 
 
-def observed_task_vectors(
-    plan: Plan, planned: PlannedTensor, device: torch.device
-) -> tuple[Float[Tensor, "task *shape"] | None, Frame | None]:
-    """A tensor's task vectors for a statistics pass; none if they are not finite, so that they do not spoil the whole model's."""
-    task_vectors, frame = load_task_vectors(plan, planned, device)
-    if all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
-        return task_vectors, frame
+def excuse_nonfinite(plan: Plan, planned: PlannedTensor) -> bool:
+    """A tensor with NaN or infinite values is not shown to statistics, which it would spoil; or it is the end of the merge."""
     if not _all_equal_base(plan, planned):
         _insist(plan, planned, _likely_cause(plan, planned))
-    return None, None
+    return False
 
 
 def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, statistics: Any = None) -> Context:
@@ -165,6 +198,11 @@ def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, stat
     names = tuple(plan.experts[source.expert].name for source in planned.experts)
     base = _to_method(plan.base.read(planned.name), planned.transposed)
     return Context(planned.name, names, base, statistics, frame, planned.transposed)
+
+
+def pieces_context(plan: Plan, planned: PlannedTensor, statistics: Any = None) -> Context:
+    """The same for a method that sees pieces of the tensor, which have no shape and no place."""
+    return replace(tensor_context(plan, planned, None, statistics), base=None)
 
 
 def load_task_vectors(
@@ -291,8 +329,8 @@ def _stored_parts(parts: Mapping[str, Tensor], planned: PlannedTensor) -> dict[s
     return stored
 
 
-def _norms(energies: list[float], merged: Merged) -> dict[str, TensorFact]:
-    norm, largest = math.sqrt(sum_of_squares(merged.delta)), math.sqrt(max(energies))
+def _norms(energies: list[float], merged_energy: float) -> dict[str, TensorFact]:
+    norm, largest = math.sqrt(merged_energy), math.sqrt(max(energies))
     return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
 
 

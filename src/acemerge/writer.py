@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -23,21 +24,35 @@ MANIFEST = "acemerge_manifest.json"
 _COPIED_AT_ONCE = 2**23
 
 
-def write_safetensors(path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor]) -> str:
-    """Write a safetensors file one tensor at a time, in the order given, and return its sha256.
+def write_safetensors(
+    path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor], tensor_hashes: dict[str, str] | None = None
+) -> str:
+    """Write a safetensors file one tensor at a time, in the order given, and return its sha256; `tensor_hashes` gets theirs.
 
-    The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds one tensor.
+    The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds two tensors: one
+    is hashed and written in a thread while the next is made.
     """
     header = _encoded_header(headers)
     digest = hashlib.sha256(header)
-    with path.open("wb") as file:
+
+    def write(name: str, data: memoryview[int]) -> None:
+        file.write(data)
+        digest.update(data)
+        if tensor_hashes is not None:
+            tensor_hashes[name] = hashlib.sha256(data).hexdigest()
+
+    with path.open("wb") as file, ThreadPoolExecutor(1) as behind:
         file.write(header)
+        writing: Future[None] | None = None
         for (name, expected), value in zip(headers, values, strict=True):
             data = _bytes_of(value)
             if data.nbytes != expected.nbytes:
                 raise MergeError(f"{path.name}: tensor '{name}' has {data.nbytes} bytes, the plan says {expected.nbytes}")
-            file.write(data)
-            digest.update(data)
+            if writing:
+                writing.result()
+            writing = behind.submit(write, name, data)
+        if writing:
+            writing.result()
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

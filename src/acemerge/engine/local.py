@@ -1,4 +1,4 @@
-"""The local engine: one process, one tensor's task vectors at a time, reading ahead by one."""
+"""The local engine: one process, one tensor's task vectors at a time, reading ahead by one and writing behind by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from acemerge.progress import Progress
 from acemerge.staging import Staging
 from acemerge.statistics import gather_statistics
 from acemerge.task_vectors import MergedTensor, merge_tensor, merge_to_factors, prefetch
-from acemerge.writer import PartsWriter, tensor_sha256, write_safetensors
+from acemerge.writer import PartsWriter, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class LocalEngine:
         # Wide dtypes first keeps every tensor aligned in the file.
         ordered = sorted(tensors, key=lambda t: -t.output_bytes // max(1, t.header.elements))
         records: list[dict[str, Any]] = []
+        hashes: dict[str, str] = {}
 
         def values(parts: PartsWriter) -> Iterator[Tensor]:
             for tensor, merged in self._merged(ordered, gathered):
-                facts = {**merged.facts, "warnings": list(merged.warnings), "sha256": tensor_sha256(merged.value)}
+                facts = {**merged.facts, "warnings": list(merged.warnings)}
                 records.append({**tensor_record(tensor, shard, self.plan.experts), **facts})
                 parts.add(tensor.name, merged.shared, merged.parts)
                 yield merged.value
@@ -61,7 +62,9 @@ class LocalEngine:
         headers = [(tensor.name, replace(tensor.header, dtype=tensor.output_dtype)) for tensor in ordered]
         with ExitStack() as open_files:
             parts = PartsWriter(self.staging.folder, shard, open_files)
-            digest = write_safetensors(self.staging.folder / shard, headers, values(parts))
+            digest = write_safetensors(self.staging.folder / shard, headers, values(parts), hashes)
+            for record in records:
+                record["sha256"] = hashes[record["name"]]
             self.staging.finish(shard, {"sha256": digest, "parts": parts.finish(), "tensors": records})
 
     def _run_adapter(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Annotated, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Context, Options, method
-from acemerge.thresholds import MagnitudeThresholds, count_of_share, kept_entries
+from acemerge.thresholds import MagnitudeThresholds, count_of_share, trim
 
 Prepare = Callable[[Tensor, Context], Tensor]
 
@@ -37,15 +38,18 @@ class TiesStatistics:
         self._thresholds = MagnitudeThresholds(options.keep)
         self._thresholds_known = options.scope == "tensor" or options.keep >= 1
         self._sign_sum = 0
+        self._lock = Lock()
 
     def observe(self, task_vectors: Tensor, context: Context) -> None:
-        """See one tensor."""
+        """See one tensor, or a piece of one; may be called from several threads."""
         prepared = self._prepare(task_vectors, context) if self._prepare else task_vectors
         if not self._thresholds_known:
             self._thresholds.observe(prepared, context.experts)
         else:
             sums = weighted_sum(self.trim(prepared, context), [1.0] * len(prepared))
-            self._sign_sum += int((sums > 0).sum()) - int((sums < 0).sum())
+            excess = int(sums.sign_().sum())
+            with self._lock:
+                self._sign_sum += excess
 
     def end_pass(self) -> bool:
         """Thresholds take two passes, or none; the majority sign takes one more."""
@@ -60,7 +64,7 @@ class TiesStatistics:
         for out, task_vector, expert in zip(trimmed, task_vectors, context.experts, strict=True):
             by_tensor = self._options.scope == "tensor"
             threshold = tensor_threshold(task_vector, self._options.keep) if by_tensor else self._thresholds.threshold(expert)
-            torch.mul(task_vector, kept_entries(task_vector, threshold), out=out)
+            out.copy_(trim(task_vector, threshold))
         return trimmed
 
     @property
@@ -88,9 +92,13 @@ def elect_and_merge(
         # In float64, float32 entries that cancel do so exactly, whatever the experts' order.
         sums = w @ u
         positive = sums >= 0 if majority_sign > 0 else sums > 0  # an exact zero takes the majority's sign
-        agreeing = torch.where(positive, u.clamp_min(0), u.clamp_max(0))
-        share = w @ (agreeing != 0).double()
-        merged[block] = w @ agreeing / (share.masked_fill(share == 0, 1) if merge == "mean" else 1)
+        signs = positive.double().mul_(2).sub_(1)
+        agreeing = u.mul_(signs).relu_()  # the magnitudes of those that have it
+        total = w @ agreeing
+        if merge == "mean":
+            share = w @ agreeing.sign_()
+            total /= share.masked_fill_(share == 0, 1)
+        merged[block] = total.mul_(signs).add_(0.0)  # no negative zeros
     return merged.reshape(trimmed.shape[1:])
 
 
@@ -99,6 +107,7 @@ def elect_and_merge(
     title="TIES-Merging",
     paper="Yadav et al., TIES-Merging, NeurIPS 2023",
     touches="all",
+    elementwise=lambda options: options.scope == "model" or options.keep >= 1,
     statistics=lambda options, experts: TiesStatistics(options),  # noqa: ARG005
     flops=lambda tasks, rows, columns: 10.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 2.5) * rows * columns,
