@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import acemerge
 from acemerge import pieces, statistics
 from acemerge.checkpoint import from_state_dict
 from acemerge.errors import MergeError
-from acemerge.methods import Method, all_methods
+from acemerge.methods import all_methods
 from acemerge.pieces import Stored, merge_pieces
 from acemerge.plan import Plan
 from acemerge.planner import build_plan
@@ -22,9 +23,13 @@ from acemerge.statistics import gather_statistics
 from acemerge.task_vectors import merge_tensor
 
 CPU = torch.device("cpu")
-OPTIONS = {"linear": {"weights": [0.5, -0.2, 1.0]}, "ties": {"keep": 0.3}}
 ELEMENTWISE = [m for m in all_methods() if m.is_elementwise(m.options({}))]
-every_elementwise_method = pytest.mark.parametrize("method", ELEMENTWISE, ids=[m.name for m in ELEMENTWISE])
+FURTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {"weights": [0.5, -0.2, 1.0]}),
+    ("ties", {"keep": 0.3, "scope": "tensor"}),
+    ("ties", {"keep": 1.0, "merge": "sum"}),
+]
+CASES = [*((m.name, {}) for m in ELEMENTWISE), *FURTHER_OPTIONS]
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +53,10 @@ def models(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[dict[str, Tensor
     return {n: w.to(dtype) for n, w in base.items()}, [{n: w.to(dtype) for n, w in expert.items()} for expert in experts]
 
 
-def make_plan(method: Method, dtype: torch.dtype) -> Plan:
+def make_plan(method: str, options: dict[str, Any], dtype: torch.dtype) -> Plan:
     base, experts = models(dtype)
     names = [f"expert-{i}" for i in range(len(experts))]
-    recipe = make_recipe({"base": "base", "experts": names, "method": method.name, "options": OPTIONS.get(method.name, {})})
+    recipe = make_recipe({"base": "base", "experts": names, "method": method, "options": options})
     opened = [from_state_dict(expert, name) for expert, name in zip(experts, names, strict=True)]
     return build_plan(recipe, from_state_dict(base, "base"), opened, {})
 
@@ -65,11 +70,11 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else bits(tensor[None])
 
 
-@every_elementwise_method
+@pytest.mark.parametrize(("method", "options"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_same_bits_as_whole_tensors(method: Method, dtype: torch.dtype, threads: int) -> None:
-    plan = make_plan(method, dtype)
+def test_the_same_bits_as_whole_tensors(method: str, options: dict[str, Any], dtype: torch.dtype, threads: int) -> None:
+    plan = make_plan(method, options, dtype)
     assert all(tensor.in_pieces for tensor in plan.tensors)
     whole = merged(replace(plan, tensors=tuple(replace(tensor, in_pieces=False) for tensor in plan.tensors)))
     before = torch.get_num_threads()

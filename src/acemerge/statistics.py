@@ -12,7 +12,7 @@ from acemerge.data.run import DataRun
 from acemerge.input_hashes import Hashes
 from acemerge.linalg import sum_of_squares
 from acemerge.methods import Options, get_method
-from acemerge.methods.registry import Statistics
+from acemerge.methods.registry import Statistics, TensorStatistics
 from acemerge.plan import Plan, PlannedTensor
 from acemerge.progress import Progress
 from acemerge.task_vectors import excuse_nonfinite, load_task_vectors, pieces_context, stored_values, tensor_context
@@ -63,6 +63,8 @@ def _observe(plan: Plan, planned: PlannedTensor, statistics: Statistics, device:
         if first and not stored.has_finite_task_vectors():
             return excuse_nonfinite(plan, planned)
         context = pieces_context(plan, planned)
+        if first and isinstance(statistics, TensorStatistics):
+            statistics.know_tensor(lambda look: stored.each(lambda piece: look(piece.task_vectors)), context)
         stored.each(lambda piece: statistics.observe(piece.task_vectors, context))
     else:
         task_vectors, frame = load_task_vectors(plan, planned, device)

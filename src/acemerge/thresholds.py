@@ -65,6 +65,7 @@ class MagnitudeThresholds:
         for expert, (upper, rank) in self._chosen.items():
             lower, _ = _locate(self._counts[expert], rank)
             self._thresholds[expert] = float(torch.tensor(upper << 16 | lower, dtype=torch.int32).view(torch.float32))
+        self._counts = {}
         return False
 
     def _rank(self, counts: NDArray[np.intp]) -> int:

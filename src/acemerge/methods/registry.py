@@ -89,6 +89,14 @@ class Statistics(Protocol):
         """All tensors have been seen once more; whether another pass is needed."""
 
 
+@runtime_checkable
+class TensorStatistics(Statistics, Protocol):
+    """Statistics of an elementwise method that must know something of a whole tensor before they see its pieces."""
+
+    def know_tensor(self, show: Callable[[Callable[[Tensor], None]], object], context: Context) -> None:
+        """In the first pass; `show(look)` calls `look` with every piece of the tensor's task vectors, in several threads."""
+
+
 @dataclass(frozen=True)
 class Merged:
     """A merged task vector, and what a reader of the report should know about how it came out.
@@ -256,10 +264,10 @@ def method(
     finds in `context.statistics`. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
     their order matters; `per_task` that it makes one model per task, not one merged model. `elementwise`, or what it gives for
     the options, says that each entry of the result depends on that entry of the task vectors only (and on the statistics, which
-    then see pieces of tensors too), that there are no facts or warnings, and that `context.base` is not used: tensors are then
-    merged a piece at a time (see `acemerge.pieces`). `low_rank`, or what it gives
-    for the options, names the sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts
-    are then merged in their small common core.
+    then see pieces of tensors, in several threads), that there are no facts or warnings, and that `context.base` is not used:
+    tensors are then merged a piece at a time (see `acemerge.pieces`). `low_rank`, or what it gives for the options, names the
+    sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts are then merged in their
+    small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;
     `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Context, Options, method
-from acemerge.thresholds import MagnitudeThresholds, count_of_share, trim
+from acemerge.thresholds import MagnitudeThresholds, trim
 
 Prepare = Callable[[Tensor, Context], Tensor]
 
@@ -37,6 +37,7 @@ class TiesStatistics:
         self._options, self._prepare = options, prepare
         self._thresholds = MagnitudeThresholds(options.keep)
         self._thresholds_known = options.scope == "tensor" or options.keep >= 1
+        self._tensor_thresholds: dict[str, MagnitudeThresholds] = {}
         self._sign_sum = 0
         self._lock = Lock()
 
@@ -51,6 +52,21 @@ class TiesStatistics:
             with self._lock:
                 self._sign_sum += excess
 
+    def know_tensor(self, show: Callable[[Callable[[Tensor], None]], object], context: Context) -> None:
+        """With a threshold per tensor, find this one's: those of a model that has no other."""
+        if self._options.scope == "tensor":
+            thresholds, more = MagnitudeThresholds(self._options.keep), True
+            while more:
+                show(lambda piece: thresholds.observe(piece, context.experts))
+                more = thresholds.end_pass()
+            self._tensor_thresholds[context.tensor] = thresholds
+
+    def _of_tensor(self, task_vectors: Tensor, context: Context) -> MagnitudeThresholds:
+        """Known already where tensors come in pieces; otherwise this is the whole tensor."""
+        if context.tensor not in self._tensor_thresholds:
+            self.know_tensor(lambda look: look(task_vectors), context)
+        return self._tensor_thresholds[context.tensor]
+
     def end_pass(self) -> bool:
         """Thresholds take two passes, or none; the majority sign takes one more."""
         if self._thresholds_known:
@@ -60,24 +76,16 @@ class TiesStatistics:
 
     def trim(self, task_vectors: Tensor, context: Context) -> Tensor:
         """u_t: each task vector with its small entries zeroed."""
+        thresholds = self._thresholds if self._options.scope == "model" else self._of_tensor(task_vectors, context)
         trimmed = torch.empty_like(task_vectors)
         for out, task_vector, expert in zip(trimmed, task_vectors, context.experts, strict=True):
-            by_tensor = self._options.scope == "tensor"
-            threshold = tensor_threshold(task_vector, self._options.keep) if by_tensor else self._thresholds.threshold(expert)
-            out.copy_(trim(task_vector, threshold))
+            out.copy_(trim(task_vector, thresholds.threshold(expert)))
         return trimmed
 
     @property
     def majority_sign(self) -> int:
         """What entries whose sum is exactly zero take; negative when the whole model's signs balance, as in the release."""
         return 1 if self._sign_sum > 0 else -1
-
-
-def tensor_threshold(task_vector: Tensor, keep: float) -> float:
-    """The (d - floor(d * keep))-th smallest magnitude of one tensor; 0 when nothing is to be trimmed."""
-    size = task_vector.numel()
-    rank = size - count_of_share(size, keep)
-    return float(task_vector.abs().float().reshape(-1).kthvalue(rank).values) if rank > 0 and size else 0.0
 
 
 def elect_and_merge(
@@ -107,7 +115,7 @@ def elect_and_merge(
     title="TIES-Merging",
     paper="Yadav et al., TIES-Merging, NeurIPS 2023",
     touches="all",
-    elementwise=lambda options: options.scope == "model" or options.keep >= 1,
+    elementwise=True,
     statistics=lambda options, experts: TiesStatistics(options),  # noqa: ARG005
     flops=lambda tasks, rows, columns: 10.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 2.5) * rows * columns,
