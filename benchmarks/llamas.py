@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
 
@@ -68,6 +69,29 @@ class Llama:
             "intermediate_size": self.inner, "num_hidden_layers": self.layers, "num_attention_heads": heads,
             "num_key_value_heads": heads, "vocab_size": self.vocabulary, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         }  # fmt: skip
+
+    def describe(self) -> str:
+        """In a few words."""
+        return f"base and {self.experts} experts of {2 * self.elements / 1e9:.2f} GB each in bfloat16"
+
+
+def add_shapes(parser: argparse.ArgumentParser, default: Llama | None = None) -> None:
+    """A flag for every size."""
+    for name, value in asdict(default or Llama()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+
+
+def shapes_of(given: argparse.Namespace) -> Llama:
+    """What the flags say."""
+    return Llama(**{field.name: getattr(given, field.name) for field in fields(Llama)})
+
+
+def warm(folder: Path) -> None:
+    """Bring every model into the page cache."""
+    for path in sorted(folder.glob("*/model.safetensors")):
+        with path.open("rb") as file:
+            while file.read(2**24):
+                pass
 
 
 def write_models(llama: Llama, folder: Path) -> None:
