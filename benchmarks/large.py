@@ -3,9 +3,9 @@
     python benchmarks/large.py --folder /somewhere/with/42GB         # or: make large
     python benchmarks/large.py --method ties --layers 4
 
-The models are made by streaming and go away afterwards. Reported are the time, the bytes read and written, and the peak of the process's
-anonymous memory against the memory of the machine and against the size of the inputs. The page cache starts without the models, as far
-as the system drops them on request.
+The models are made by streaming and go away afterwards. Reported are the time, the bytes read and written, and the peak of the
+process's anonymous memory against the memory of the machine and the size of the inputs. The page cache starts without the
+models, as far as the system drops them on request. The output is verified.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from footprint import run_command
 from llamas import Llama, add_shapes, shapes_of, write_models
 from record import FOLDER, machine, print_table, save
 
-EIGHT_OF_FOUR_GB = Llama(layers=123, hidden=1024, inner=4096, vocabulary=32_000, experts=8)
+EIGHT_OF_FOUR_GB = Llama(layers=160, hidden=1024, inner=2816, vocabulary=32_000, experts=8)
 
 
 def forget(folder: Path) -> None:
