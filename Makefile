@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-the-demo
 
-.PHONY: help demo test lint types unit setup fuzz kill clean
+.PHONY: help demo test lint types unit setup fuzz kill bench large clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -51,6 +51,14 @@ kill: setup  ## kill a merge at every one of its file-system operations
 	  folder=$$(mktemp -d) && PYTHONPATH=tests $(BIN)/python tests/kill_harness.py $$folder/scene --every $$flags; \
 	  code=$$?; rm -rf "$$folder"; [ $$code = 0 ] || exit $$code; \
 	done
+
+BENCHMARKS = bandwidth growth end_to_end
+bench: setup  ## every quick benchmark in turn; MERGEKIT=ENV/bin/mergekit-yaml to compare with it too
+	for name in $(BENCHMARKS); do echo "## $$name" && $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+LARGE_FOLDER ?= /tmp
+large: setup  ## ACE on 38 GB of models, more than most machines' memory: 43 GB of disk in LARGE_FOLDER (/tmp)
+	$(BIN)/python benchmarks/large.py --folder $(LARGE_FOLDER)
 
 clean:  ## remove what make created
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -28,11 +30,56 @@ def anonymous_memory(pid: int) -> int:
     return 0
 
 
-def watch(code: str, *arguments: str) -> Footprint:
+@dataclass(frozen=True)
+class Run:
+    """What a command took from its start to its end, with its children: seconds, CPU seconds, and anonymous memory in bytes."""
+
+    seconds: float
+    cpu_seconds: float
+    peak: int
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    children = [child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return [pid, *(member for child in children for member in _family(int(child)))]
+
+
+def _family_memory(pid: int) -> int:
+    total = 0
+    for member in _family(pid):
+        try:
+            total += anonymous_memory(member)
+        except OSError:
+            continue  # it has just ended
+    return total
+
+
+def run_command(command: Sequence[str | Path], environment: Mapping[str, str] | None = None, log: Path | None = None) -> Run:
+    """Run a command to its end, sampling its memory; an error with the end of what it said if it fails."""
+    log = log or Path(os.devnull)
+    peak, before, started = 0, os.times(), time.perf_counter()
+    with log.open("w") as output:
+        child = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output, env=environment)
+        while child.poll() is None:
+            try:
+                peak = max(peak, _family_memory(child.pid))
+            except OSError:  # the process ended while it was looked at
+                break
+            time.sleep(0.01)
+        code = child.wait()
+    seconds, after = time.perf_counter() - started, os.times()
+    if code:
+        raise SystemExit(f"{command[0]} ended with {code}:\n{log.read_text()[-2000:]}")
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return Run(seconds, cpu, peak)
+
+
+def watch(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Footprint:
     """Run Python code that prints `ready`, waits for a line, works, and prints `done` and a report, sampling its memory."""
     peak, stop = 0, Event()
     command = [sys.executable, "-c", code, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdin is not None
         assert child.stdout is not None
 

@@ -28,7 +28,7 @@ from acemerge.errors import AcemergeError, InputError, MergeError
 from acemerge.linalg import weighted_sum
 from acemerge.methods import Context, Merged, Options, get_method
 from acemerge.methods.della import keep_probabilities
-from acemerge.thresholds import MagnitudeThresholds, count_of_share, kept_entries
+from acemerge.thresholds import MagnitudeThresholds, count_of_share, trim
 from small_models import base_tensors, fine_tuned, write_models
 
 Array = NDArray[np.float64]
@@ -514,8 +514,12 @@ def test_streamed_thresholds_are_the_exact_order_statistic(pieces: list[list[flo
     assert passes == 2
     if values:
         assert thresholds.threshold("a") == values[len(values) - exact_floor(len(values), keep) - 1]
-        kept = sum(int(kept_entries(torch.tensor(piece), thresholds.threshold("a")).sum()) for piece in pieces)
-        assert kept >= exact_floor(len(values), keep) + 1
+        c = thresholds.threshold("a")
+        assert sum(value >= c for value in values) >= exact_floor(len(values), keep) + 1
+        for piece in pieces:
+            expected = [x if abs(x) >= c else 0.0 for x in piece]
+            assert trim(torch.tensor(piece, dtype=torch.float32), c).tolist() == expected
+            assert trim(torch.tensor(piece, dtype=torch.float64), c).tolist() == expected
     else:
         assert thresholds.threshold("a") == 0
 

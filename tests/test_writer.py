@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,39 @@ def test_streamed_files_load_like_the_librarys_own(
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_each_tensors_own_hash_is_that_of_its_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(300, 7), "b": torch.arange(5), "empty": torch.zeros(0, 3)}
+    headers = [(name, TensorHeader(str(t.dtype).removeprefix("torch."), tuple(t.shape))) for name, t in tensors.items()]
+    hashes: dict[str, str] = {}
+    write_safetensors(tmp_path / "x.safetensors", headers, tensors.values(), hashes)
+    assert hashes == {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+
+def test_one_tensor_is_written_while_the_next_is_made_and_never_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def values() -> Iterator[torch.Tensor]:
+        nonlocal most
+        for _ in range(6):
+            value = torch.rand(200_000)
+            alive.add(value)
+            most = max(most, len(alive))
+            yield value
+            del value
+
+    headers = [(f"t{i}", TensorHeader("float32", (200_000,))) for i in range(6)]
+    write_safetensors(tmp_path / "x.safetensors", headers, values())
+    assert most == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_an_error_while_writing_behind_is_raised() -> None:
+    headers = [(f"t{i}", TensorHeader("float32", (50_000,))) for i in range(4)]
+    with pytest.raises(OSError, match="No space left"):
+        write_safetensors(Path("/dev/full"), headers, (torch.rand(50_000) for _ in headers))
 
 
 def tree(folder: Path) -> dict[str, bytes]:

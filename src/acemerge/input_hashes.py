@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from acemerge.errors import InputError
 from acemerge.plan import Plan
 from acemerge.recipe import Recipe
@@ -62,8 +64,8 @@ class InputHashes:
 
 @contextmanager
 def hashing_inputs(plan: Plan, *, verify: bool) -> Iterator[InputHashes]:
-    """Hash in a thread of its own; with `verify`, every file in full and before anything else."""
-    with ThreadPoolExecutor(1) as pool:
+    """Hash in threads of their own, leaving one to the merge; with `verify`, every file in full and before anything else."""
+    with ThreadPoolExecutor(max(1, torch.get_num_threads() - 1)) as pool:
         models, compute = (plan.base, *plan.experts), content_sha256 if verify else named_sha256
         futures = {model.name: {file.name: pool.submit(compute, file) for file in model.files} for model in models}
         try:

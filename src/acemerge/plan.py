@@ -54,6 +54,8 @@ class PlannedTensor:
     """Adapters are merged in their common low-rank core on these sides; None: as whole matrices."""
     rank: int = 0
     """The sum of the adapters' ranks, if there is a core."""
+    in_pieces: bool = False
+    """Its method is elementwise, and the experts store it whole: on a CPU it is merged a piece at a time."""
     form: Form = "value"
     """How the output holds it: as its value; as the factors of its change; or, left to the base, not at all."""
     factors_rank: int = 0
@@ -127,6 +129,8 @@ class PlannedTensor:
             working = tasks * p * q + get_method(self.method).float64_elements(tasks, p, q)
             leaving = self.header.elements * size if self.form == "value" else 0
             return int(8 * (bases + working) + self.output_bytes + leaving)
+        if self.in_pieces:
+            return 2 * self.output_bytes  # one is merged while the one before is written
         working = get_method(self.method).float64_elements(*self.matrix_shape) * 8
         return int(
             len(self.experts) * self.header.elements * size + max(working, self.header.elements * size) + self.output_bytes

@@ -145,7 +145,9 @@ class _Planner:
         if action == "merged" and self.layers and method.touches in ("linear", "blocks"):
             transposed = self.layers.stored_in_out(sources)
         core, rank = self._core(sources, method.core_sides(options))
-        return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources, core, rank)
+        whole = all(their_name not in (expert.changes or {}) for expert, their_name in self._present(sources))
+        pieces = method.is_elementwise(options) and whole
+        return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources, core, rank, pieces)
 
     def _rule_for(self, name: str) -> TensorRule | None:
         for index, rule in enumerate(self.recipe.tensors):

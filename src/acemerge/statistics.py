@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from acemerge.data.run import DataRun
 from acemerge.frame import Sides
 from acemerge.input_hashes import Hashes
+from acemerge.linalg import sum_of_squares
 from acemerge.methods import Options, get_method
-from acemerge.methods.registry import Statistics
+from acemerge.methods.registry import Statistics, TensorStatistics
+from acemerge.pieces import Piece
 from acemerge.plan import Plan, PlannedTensor
 from acemerge.progress import Progress
-from acemerge.task_vectors import observed_task_vectors, tensor_context
+from acemerge.task_vectors import excuse_nonfinite, load_task_vectors, pieces_context, stored_values, tensor_context
 
 Gathered = Mapping[tuple[str | None, Options | None], Any]
 
@@ -69,24 +72,53 @@ class _Pass:
 
 
 def _run_passes(passes: Sequence[_Pass], device: torch.device, progress: Progress) -> None:
-    """All of them side by side, until none needs another."""
-    number = 0
+    """All of them side by side, until none needs another. A tensor that is not sound is seen by none."""
+    number, unsound = 0, set[str]()
     while passes:
         number += 1
-        names = dict.fromkeys(name for each in passes for name in each.tensors)
+        names = dict.fromkeys(name for each in passes for name in each.tensors if name not in unsound)
         progress.say(f"statistics pass {number}: {len(names)} tensors")
         for name in names:
-            _show([each for each in passes if name in each.tensors], name, device)
+            if not _show([each for each in passes if name in each.tensors], name, device, first=number == 1):
+                unsound.add(name)
         passes = [each for each in passes if each.statistics.end_pass()]
 
 
-def _show(passes: Sequence[_Pass], name: str, device: torch.device) -> None:
-    """One tensor to all that must see it, read once for each core it is seen in."""
-    by_core: dict[Sides | None, list[_Pass]] = {}
+def _show(passes: Sequence[_Pass], name: str, device: torch.device, *, first: bool) -> bool:
+    """One tensor to all that must see it, read once for each way to see it; whether it is sound, as the first pass finds."""
+    alike: dict[tuple[Sides | None, bool], list[_Pass]] = {}
     for each in passes:
-        by_core.setdefault(each.tensors[name].core, []).append(each)
-    for alike in by_core.values():
-        task_vectors, frame = observed_task_vectors(alike[0].plan, alike[0].tensors[name], device)
-        if task_vectors is not None:
-            for each in alike:
-                each.statistics.observe(task_vectors, tensor_context(each.plan, each.tensors[name], frame))
+        planned = each.tensors[name]
+        alike.setdefault((planned.core, planned.in_pieces and device.type == "cpu"), []).append(each)
+    return all(
+        _show_pieces(group, name, first=first) if in_pieces else _show_whole(group, name, device, first=first)
+        for (_, in_pieces), group in alike.items()
+    )
+
+
+def _show_pieces(passes: Sequence[_Pass], name: str, *, first: bool) -> bool:
+    plan, planned = passes[0].plan, passes[0].tensors[name]
+    stored = stored_values(plan, planned)
+    if first and not stored.has_finite_task_vectors():
+        return excuse_nonfinite(plan, planned)
+    viewers = [(each.statistics, pieces_context(each.plan, each.tensors[name])) for each in passes]
+    for statistics, context in viewers:
+        if first and isinstance(statistics, TensorStatistics):
+            statistics.know_tensor(lambda look: stored.each(lambda piece: look(piece.task_vectors)), context)
+
+    def show(piece: Piece) -> None:
+        for statistics, context in viewers:
+            statistics.observe(piece.task_vectors, context)
+
+    stored.each(show)
+    return True
+
+
+def _show_whole(passes: Sequence[_Pass], name: str, device: torch.device, *, first: bool) -> bool:
+    plan, planned = passes[0].plan, passes[0].tensors[name]
+    task_vectors, frame = load_task_vectors(plan, planned, device)
+    if first and not all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
+        return excuse_nonfinite(plan, planned)
+    for each in passes:
+        each.statistics.observe(task_vectors, tensor_context(each.plan, each.tensors[name], frame))
+    return True

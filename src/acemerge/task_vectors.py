@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +21,7 @@ from acemerge.lora_change import LoraChange
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.sweeps import merge_at_points
 from acemerge.option_text import Fact
+from acemerge.pieces import Stored, merge_pieces
 from acemerge.plan import Plan, PlannedTensor
 
 REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
@@ -70,11 +71,14 @@ def merge_tensor_at_points(merges: Sequence[TensorMerge], device: torch.device) 
     if planned.method is None or planned.options is None:
         yield list(range(len(merges))), _untouched(plan, planned, base.to(dtype))
         return
-    for points, task_vectors, frame, energies in _read_each_core(merges, device):
+    in_pieces = [point for point, merge in enumerate(merges) if merge.planned.in_pieces and device.type == "cpu"]
+    yield from _merge_each_in_pieces(merges, in_pieces)
+    others = [point for point in range(len(merges)) if point not in in_pieces]
+    for points, task_vectors, frame, energies in _read_each_core(merges, others, device):
         if not all(map(math.isfinite, energies)):
             yield points, _nonfinite(plan, planned, device)
         elif not any(energies):
-            yield points, MergedTensor(base.to(dtype), {"active_experts": 0})  # nobody changed it: the base's value, bit for bit
+            yield points, _unchanged(plan, planned)
         else:
             for sharing, merged, facts in _merge(merges, points, task_vectors, frame, energies):
                 yield sharing, _as_stored(merges[sharing[0]], base, merged, facts, frame)
@@ -92,9 +96,7 @@ def _as_stored(
     shared |= _lost_by_rounding(planned, exact, value) if parts else {}
     given = list(merged.warnings)
     if not math.isfinite(sum_of_squares(value)):
-        given += _insist(
-            plan, planned, f"the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}"
-        )
+        given += _too_large(plan, planned)
     return MergedTensor(value, facts, _warnings(planned, facts, given), shared, parts)
 
 
@@ -120,7 +122,7 @@ def merge_to_factors_at_points(
 ) -> Iterator[tuple[list[int], MergedFactors | None]]:
     """The same for every plan, reading the tensor once; each distinct result with the indices of its merges, in any order."""
     plan, planned = merges[0].plan, merges[0].planned
-    for points, task_vectors, frame, energies in _read_each_core(merges, device):
+    for points, task_vectors, frame, energies in _read_each_core(merges, range(len(merges)), device):
         if not all(map(math.isfinite, energies)):
             raise MergeError(f"tensor '{planned.name}': {_likely_cause(plan, planned)}")
         if not any(energies):
@@ -146,13 +148,13 @@ def _as_factors(
 
 
 def _read_each_core(
-    merges: Sequence[TensorMerge], device: torch.device
+    merges: Sequence[TensorMerge], points: Iterable[int], device: torch.device
 ) -> Iterator[tuple[list[int], Tensor, Frame | None, list[float]]]:
-    """Task vectors, their frame and their energies, once for all merges that see them alike; those merges' indices come first."""
-    points: dict[Sides | None, list[int]] = {}
-    for point, merge in enumerate(merges):
-        points.setdefault(merge.planned.core, []).append(point)
-    for sharing in points.values():
+    """Task vectors, their frame and their energies, once for all of these points that see them alike, which come first."""
+    alike: dict[Sides | None, list[int]] = {}
+    for point in points:
+        alike.setdefault(merges[point].planned.core, []).append(point)
+    for sharing in alike.values():
         first = merges[sharing[0]]
         task_vectors, frame = load_task_vectors(first.plan, first.planned, device)
         yield sharing, task_vectors, frame, [sum_of_squares(task_vector) for task_vector in task_vectors]
@@ -169,11 +171,59 @@ def _merge(
     contexts = [tensor_context(merge.plan, merge.planned, frame, merge.statistics) for merge in chosen]
     try:
         for found, merged in merge_at_points(get_method(planned.method), task_vectors, options, contexts):
-            norms = _norms(energies, merged) if planned.action == "merged" else {}
+            norms = _norms(energies, sum_of_squares(merged.delta)) if planned.action == "merged" else {}
             facts = {**merged.facts, "task_norms": [math.sqrt(energy) for energy in energies], **norms}
             yield [points[index] for index in found], merged, facts
     except ArithmeticError as error:
         raise MergeError(f"tensor '{planned.name}': {error}; {_likely_cause(plan, planned)}") from None
+
+
+def _merge_each_in_pieces(merges: Sequence[TensorMerge], points: Sequence[int]) -> Iterator[tuple[list[int], MergedTensor]]:
+    """These points' merges by pieces, once for all that do the same."""
+    same: dict[tuple[Any, ...], list[int]] = {}
+    for point in points:
+        merge = merges[point]
+        same.setdefault((merge.planned.method, merge.planned.options, id(merge.statistics)), []).append(point)
+    for sharing in same.values():
+        first = merges[sharing[0]]
+        yield sharing, _merge_in_pieces(first.plan, first.planned, first.statistics)
+
+
+def _merge_in_pieces(plan: Plan, planned: PlannedTensor, statistics: Any) -> MergedTensor:
+    """The same for an elementwise method, without ever holding the whole tensor's task vectors."""
+    assert planned.method is not None
+    assert planned.options is not None
+    method, options = get_method(planned.method), planned.options
+    context = pieces_context(plan, planned, statistics)
+    value = torch.empty(planned.header.shape, dtype=getattr(torch, planned.output_dtype))
+    found = merge_pieces(
+        stored_values(plan, planned), lambda task_vectors: method(task_vectors, options, context).delta, value.view(-1)
+    )
+    if not all(map(math.isfinite, found.energies)):
+        return _nonfinite(plan, planned, torch.device("cpu"))
+    if not any(found.energies):
+        return _unchanged(plan, planned)
+    facts: dict[str, TensorFact] = {
+        "task_norms": [math.sqrt(energy) for energy in found.energies],
+        **(_norms(found.energies, found.merged_energy) if planned.action == "merged" else {}),
+    }
+    given = [] if found.finite else _too_large(plan, planned)
+    return MergedTensor(value, facts, _warnings(planned, facts, given))
+
+
+def stored_values(plan: Plan, planned: PlannedTensor) -> Stored:
+    """A tensor that the experts store whole, as the files hold it."""
+    experts = [plan.experts[source.expert].read(source.name).reshape(-1) if source.name else None for source in planned.experts]
+    return Stored(plan.base.read(planned.name).reshape(-1), experts)
+
+
+def _unchanged(plan: Plan, planned: PlannedTensor) -> MergedTensor:
+    """Nobody changed it: the base's value, bit for bit."""
+    return MergedTensor(plan.base.read(planned.name).to(getattr(torch, planned.output_dtype)), {"active_experts": 0})
+
+
+def _too_large(plan: Plan, planned: PlannedTensor) -> list[str]:
+    return _insist(plan, planned, f"the merged value is not finite in {planned.output_dtype}; {_likely_cause(plan, planned)}")
 
 
 def _untouched(plan: Plan, planned: PlannedTensor, value: Tensor) -> MergedTensor:
@@ -189,7 +239,7 @@ def _nonfinite(plan: Plan, planned: PlannedTensor, device: torch.device) -> Merg
     """What becomes of a tensor with NaN or infinite values: an error, or by request the mean, which is all that is left to do."""
     base, dtype = plan.base.read(planned.name), getattr(torch, planned.output_dtype)
     if _all_equal_base(plan, planned):
-        return MergedTensor(base.to(dtype), {"active_experts": 0})  # a constant with infinities, such as an attention mask
+        return _unchanged(plan, planned)  # a constant with infinities, such as an attention mask
     warnings = _insist(plan, planned, f"{_likely_cause(plan, planned)}. It is averaged, not merged")
     mean = _load_dense(plan, planned, device).mean(0).add_(_to_method(base, planned.transposed).to(device))
     return MergedTensor(_to_stored(mean, planned, dtype), {}, _warnings(planned, {}, warnings))
@@ -202,16 +252,11 @@ def _insist(plan: Plan, planned: PlannedTensor, problem: str) -> list[str]:
     raise MergeError(f"tensor '{planned.name}': {problem}")
 
 
-def observed_task_vectors(
-    plan: Plan, planned: PlannedTensor, device: torch.device
-) -> tuple[Float[Tensor, "task *shape"] | None, Frame | None]:
-    """A tensor's task vectors for a statistics pass; none if they are not finite, so that they do not spoil the whole model's."""
-    task_vectors, frame = load_task_vectors(plan, planned, device)
-    if all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
-        return task_vectors, frame
+def excuse_nonfinite(plan: Plan, planned: PlannedTensor) -> bool:
+    """A tensor with NaN or infinite values is not shown to statistics, which it would spoil; or it is the end of the merge."""
     if not _all_equal_base(plan, planned):
         _insist(plan, planned, _likely_cause(plan, planned))
-    return None, None
+    return False
 
 
 def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, statistics: Any = None) -> Context:
@@ -222,6 +267,11 @@ def tensor_context(plan: Plan, planned: PlannedTensor, frame: Frame | None, stat
 
 def _expert_names(plan: Plan, planned: PlannedTensor) -> tuple[str, ...]:
     return tuple(plan.experts[source.expert].name for source in planned.experts)
+
+
+def pieces_context(plan: Plan, planned: PlannedTensor, statistics: Any = None) -> Context:
+    """The same for a method that sees pieces of the tensor, which have no shape and no place."""
+    return replace(tensor_context(plan, planned, None, statistics), base=None)
 
 
 def load_task_vectors(
@@ -347,8 +397,8 @@ def _stored_parts(parts: Mapping[str, Tensor], planned: PlannedTensor) -> dict[s
     return stored
 
 
-def _norms(energies: list[float], merged: Merged) -> dict[str, TensorFact]:
-    norm, largest = math.sqrt(sum_of_squares(merged.delta)), math.sqrt(max(energies))
+def _norms(energies: list[float], merged_energy: float) -> dict[str, TensorFact]:
+    norm, largest = math.sqrt(merged_energy), math.sqrt(max(energies))
     return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
 
 

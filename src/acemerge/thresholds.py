@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from threading import Lock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from acemerge.linalg import row_blocks
@@ -34,18 +37,22 @@ class MagnitudeThresholds:
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
-        self._counts: dict[str, Tensor] = {}
+        self._counts: dict[str, NDArray[np.intp]] = {}
+        self._lock = Lock()
         self._chosen: dict[str, tuple[int, int]] | None = None
         """After the first pass, per expert: the upper half of the threshold's bits, and its rank among those that share it."""
         self._thresholds: dict[str, float] = {}
 
     def observe(self, task_vectors: Tensor, experts: Sequence[str]) -> None:
-        """Count one tensor's magnitudes: their upper halves in the first pass, then the lower halves of those that matter."""
+        """Count one tensor's magnitudes, or a piece's: their upper halves in the first pass, then the lower halves of those that
+        matter. May be called from several threads.
+        """
         for expert, task_vector in zip(experts, task_vectors, strict=True):
             for bits in _bit_patterns(task_vector):
                 half = bits >> 16 if self._chosen is None else bits[bits >> 16 == self._chosen[expert][0]] & 0xFFFF
-                histogram = torch.bincount(half, minlength=_BINS)
-                self._counts[expert] = self._counts[expert] + histogram if expert in self._counts else histogram
+                histogram = np.bincount(half, minlength=_BINS)
+                with self._lock:
+                    self._counts[expert] = self._counts[expert] + histogram if expert in self._counts else histogram
 
     def end_pass(self) -> bool:
         """Narrow down; whether the other half of the bits is still needed."""
@@ -58,9 +65,10 @@ class MagnitudeThresholds:
         for expert, (upper, rank) in self._chosen.items():
             lower, _ = _locate(self._counts[expert], rank)
             self._thresholds[expert] = float(torch.tensor(upper << 16 | lower, dtype=torch.int32).view(torch.float32))
+        self._counts = {}
         return False
 
-    def _rank(self, counts: Tensor) -> int:
+    def _rank(self, counts: NDArray[np.intp]) -> int:
         total = int(counts.sum())
         return max(1, total - count_of_share(total, self._keep))
 
@@ -69,21 +77,24 @@ class MagnitudeThresholds:
         return self._thresholds.get(expert, 0.0)
 
 
-def kept_entries(task_vector: Tensor, threshold: float) -> Tensor:
-    """A boolean mask of the entries whose magnitude, rounded to float32, reaches the threshold."""
-    return task_vector.abs().float() >= threshold
+def trim(task_vector: Tensor, threshold: float) -> Tensor:
+    """The task vector with 0 for every entry whose magnitude, rounded to float32, does not reach the threshold."""
+    if task_vector.dtype == torch.float32:
+        below = np.nextafter(np.float32(threshold), np.float32(0))  # what is beyond it reaches the threshold
+        return torch.nn.functional.hardshrink(task_vector, float(below))
+    return task_vector * (task_vector.abs().float() >= threshold)
 
 
-def _bit_patterns(task_vector: Tensor) -> Iterator[Tensor]:
-    """The bit patterns of the magnitudes as int64, a block at a time."""
+def _bit_patterns(task_vector: Tensor) -> Iterator[NDArray[np.int32]]:
+    """The bit patterns of the magnitudes, a block at a time."""
     flat = task_vector.reshape(-1)
     for block in row_blocks(flat.numel(), 1):
-        yield flat[block].abs().float().view(torch.int32).long().cpu()
+        yield flat[block].abs().float().cpu().numpy().view(np.int32)
 
 
-def _locate(counts: Tensor, rank: int) -> tuple[int, int]:
+def _locate(counts: NDArray[np.intp], rank: int) -> tuple[int, int]:
     """The bin that holds the rank-th smallest value (from 1), and the rank within that bin."""
-    cumulative = counts.cumsum(0)
-    found = int(torch.searchsorted(cumulative, rank))
+    cumulative = counts.cumsum()
+    found = int(np.searchsorted(cumulative, rank))
     before = int(cumulative[found - 1]) if found else 0
     return found, rank - before

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -23,24 +24,41 @@ MANIFEST = "acemerge_manifest.json"
 _COPIED_AT_ONCE = 2**23
 
 
-def write_safetensors(path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor]) -> str:
-    """Write a safetensors file one tensor at a time, in the order given, and return its sha256."""
-    with ExitStack() as open_files:
-        file = StreamedFile(path, headers, open_files)
+def write_safetensors(
+    path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor], tensor_hashes: dict[str, str] | None = None
+) -> str:
+    """Write a safetensors file one tensor at a time, in the order given, and return its sha256; `tensor_hashes` gets theirs.
+
+    Memory holds two tensors: one is hashed and written in a thread while the next is made.
+    """
+    with ExitStack() as open_files, ThreadPoolExecutor(1) as behind:
+        file = StreamedFile(path, headers, open_files, tensor_hashes)
+        writing: Future[None] | None = None
         for value in values:
-            file.add(value)
+            if writing:
+                writing.result()
+            writing = behind.submit(file.add, value)
+        if writing:
+            writing.result()
         return file.finish()
 
 
 class StreamedFile:
-    """A safetensors file that takes its tensors one at a time, in the order given.
+    """A safetensors file that takes its tensors one at a time, in the order given; `tensor_hashes` gets each one's sha256.
 
     The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds one tensor.
     """
 
-    def __init__(self, path: Path, headers: Sequence[tuple[str, TensorHeader]], open_files: ExitStack) -> None:
+    def __init__(
+        self,
+        path: Path,
+        headers: Sequence[tuple[str, TensorHeader]],
+        open_files: ExitStack,
+        tensor_hashes: dict[str, str] | None = None,
+    ) -> None:
         header = _encoded_header(headers)
         self._path, self._expected, self._digest = path, iter(headers), hashlib.sha256(header)
+        self._tensor_hashes = tensor_hashes
         self._file = open_files.enter_context(path.open("wb"))
         self._file.write(header)
 
@@ -52,6 +70,8 @@ class StreamedFile:
             raise MergeError(f"{self._path.name}: tensor '{name}' has {data.nbytes} bytes, the plan says {expected.nbytes}")
         self._file.write(data)
         self._digest.update(data)
+        if self._tensor_hashes is not None:
+            self._tensor_hashes[name] = hashlib.sha256(data).hexdigest()
 
     def finish(self) -> str:
         """Complete the file; its sha256."""

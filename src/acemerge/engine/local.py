@@ -1,4 +1,4 @@
-"""One shard, one tensor's task vectors at a time, reading ahead by one; and the local engine, which does so in this process."""
+"""One shard, a tensor at a time, reading ahead by one and writing behind by one; and the local engine, in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from acemerge.resources import check_resources
 from acemerge.staging import Staging
 from acemerge.statistics import Gathered
 from acemerge.task_vectors import MergedTensor, merge_tensor, merge_to_factors, prefetch
-from acemerge.writer import PartsWriter, tensor_sha256, write_safetensors
+from acemerge.writer import PartsWriter, write_safetensors
 
 Record = dict[str, Any]
 """What is noted of a finished shard: its hash, its parts' and what became of each of its tensors."""
@@ -94,10 +94,11 @@ class ShardWriter:
         # Wide dtypes first keeps every tensor aligned in the file.
         ordered = sorted(tensors, key=lambda t: -t.output_bytes // max(1, t.header.elements))
         records: list[dict[str, Any]] = []
+        hashes: dict[str, str] = {}
 
         def values(parts: PartsWriter) -> Iterator[Tensor]:
             for tensor, merged in self._merged(ordered, gathered):
-                facts = {**merged.facts, "warnings": list(merged.warnings), "sha256": tensor_sha256(merged.value)}
+                facts = {**merged.facts, "warnings": list(merged.warnings)}
                 records.append({**tensor_record(tensor, shard, self.plan.experts), **facts})
                 parts.add(tensor.name, merged.shared, merged.parts)
                 yield merged.value
@@ -106,7 +107,9 @@ class ShardWriter:
         headers = [(tensor.name, replace(tensor.header, dtype=tensor.output_dtype)) for tensor in ordered]
         with ExitStack() as open_files:
             parts = PartsWriter(self.folder, shard, open_files)
-            digest = write_safetensors(self.folder / shard, headers, values(parts))
+            digest = write_safetensors(self.folder / shard, headers, values(parts), hashes)
+            for record in records:
+                record["sha256"] = hashes[record["name"]]
             return {"sha256": digest, "parts": parts.finish(), "tensors": records}
 
     def _run_adapter(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Gathered) -> Record:

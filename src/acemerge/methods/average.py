@@ -20,6 +20,7 @@ class AverageOptions(Options):
     title="Weight averaging",
     paper="Wortsman et al., Model soups, ICML 2022",
     touches="all",
+    elementwise=True,
     low_rank="both",
 )
 def average(task_vectors: Float[Tensor, "task *shape"], options: AverageOptions) -> Float[Tensor, "*shape"]:  # noqa: ARG001

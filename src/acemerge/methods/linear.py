@@ -43,6 +43,7 @@ class LinearOptions(Options):
     title="Weighted averaging",
     paper="Wortsman et al., Model soups, ICML 2022",
     touches="all",
+    elementwise=True,
     low_rank="both",
     ordered=True,
     float64_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005

@@ -21,7 +21,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
 import torch
@@ -89,6 +89,14 @@ class Statistics(Protocol):
         """All tensors have been seen once more; whether another pass is needed."""
 
 
+@runtime_checkable
+class TensorStatistics(Statistics, Protocol):
+    """Statistics of an elementwise method that must know something of a whole tensor before they see its pieces."""
+
+    def know_tensor(self, show: Callable[[Callable[[Tensor], None]], object], context: Context) -> None:
+        """In the first pass; `show(look)` calls `look` with every piece of the tensor's task vectors, in several threads."""
+
+
 @dataclass(frozen=True)
 class Merged:
     """A merged task vector, and what a reader of the report should know about how it came out.
@@ -110,6 +118,7 @@ class Merged:
 
 Kernel = Callable[..., "Merged | Tensor"]
 Cost = Callable[[int, int, int], float]
+Elementwise = bool | Callable[[Any], bool]
 LowRank = Sides | Callable[[Any], Sides | None] | None
 PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
@@ -135,6 +144,7 @@ class Method:
     experts: int | None
     ordered: bool
     per_task: bool
+    elementwise: Elementwise
     low_rank: LowRank
     flops: Cost
     float64_elements: Cost
@@ -145,6 +155,15 @@ class Method:
     def uses(self) -> Uses:
         """What it needs: the models' weights alone, or also data of every expert's task."""
         return "data" if self.measure else "weights"
+
+    @cached_property
+    def takes_context(self) -> bool:
+        """Whether its kernel asks for more than task vectors and options."""
+        return "context" in inspect.signature(self.kernel).parameters
+
+    def is_elementwise(self, options: Options) -> bool:
+        """Whether each merged entry depends on that entry of the task vectors alone, so that pieces can be merged one by one."""
+        return self.elementwise(options) if callable(self.elementwise) else self.elementwise
 
     def core_sides(self, options: Options) -> Sides | None:
         """On which sides of low-rank task vectors it may work in their small common core instead; None: on neither."""
@@ -160,8 +179,7 @@ class Method:
             raise InputError(f"{needs_data(self.name)}: acemerge.merge(..., data=...) measures it")
         if context.statistics is None:
             context = replace(context, statistics=self._statistics_of_one(task_vectors, options, context))
-        takes_context = "context" in inspect.signature(self.kernel).parameters
-        result = self.kernel(task_vectors, options, context) if takes_context else self.kernel(task_vectors, options)
+        result = self.kernel(task_vectors, options, context) if self.takes_context else self.kernel(task_vectors, options)
         merged = result if isinstance(result, Merged) else Merged(result)
         return merged if options.alpha == 1.0 else replace(merged, delta=merged.delta * options.alpha)
 
@@ -229,6 +247,7 @@ def method(
     experts: int | None = None,
     ordered: bool = False,
     per_task: bool = False,
+    elementwise: Elementwise = False,
     low_rank: LowRank = None,
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
@@ -243,9 +262,12 @@ def method(
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
     pass. `measure(run, options)` is for a method that uses data: given an `acemerge.data.run.DataRun`, what its kernel then
     finds in `context.statistics`. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
-    their order matters; `per_task` that it makes one model per task, not one merged model. `low_rank`, or what it gives
-    for the options, names the sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts
-    are then merged in their small common core.
+    their order matters; `per_task` that it makes one model per task, not one merged model. `elementwise`, or what it gives for
+    the options, says that each entry of the result depends on that entry of the task vectors only (and on the statistics, which
+    then see pieces of tensors, in several threads), that there are no facts or warnings, and that `context.base` is not used:
+    tensors are then merged a piece at a time (see `acemerge.pieces`). `low_rank`, or what it gives for the options, names the
+    sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts are then merged in their
+    small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;
     `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
@@ -257,7 +279,7 @@ def method(
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
             options_type=options_type, kernel=kernel, statistics=statistics, measure=measure, experts=experts, ordered=ordered,
-            per_task=per_task, low_rank=low_rank, flops=flops, float64_elements=float64_elements,
+            per_task=per_task, elementwise=elementwise, low_rank=low_rank, flops=flops, float64_elements=float64_elements,
             measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel

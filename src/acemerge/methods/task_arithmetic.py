@@ -22,6 +22,7 @@ class TaskArithmeticOptions(Options):
     title="Task Arithmetic",
     paper="Ilharco et al., Editing models with task arithmetic, ICLR 2023",
     touches="all",
+    elementwise=True,
     low_rank="both",
 )
 def task_arithmetic(

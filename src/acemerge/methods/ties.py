@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Annotated, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Context, Options, method
-from acemerge.thresholds import MagnitudeThresholds, count_of_share, kept_entries
+from acemerge.thresholds import MagnitudeThresholds, trim
 
 Prepare = Callable[[Tensor, Context], Tensor]
 
@@ -36,16 +37,35 @@ class TiesStatistics:
         self._options, self._prepare = options, prepare
         self._thresholds = MagnitudeThresholds(options.keep)
         self._thresholds_known = options.scope == "tensor" or options.keep >= 1
+        self._tensor_thresholds: dict[str, MagnitudeThresholds] = {}
         self._sign_sum = 0
+        self._lock = Lock()
 
     def observe(self, task_vectors: Tensor, context: Context) -> None:
-        """See one tensor."""
+        """See one tensor, or a piece of one; may be called from several threads."""
         prepared = self._prepare(task_vectors, context) if self._prepare else task_vectors
         if not self._thresholds_known:
             self._thresholds.observe(prepared, context.experts)
         else:
             sums = weighted_sum(self.trim(prepared, context), [1.0] * len(prepared))
-            self._sign_sum += int((sums > 0).sum()) - int((sums < 0).sum())
+            excess = int(sums.sign_().sum())
+            with self._lock:
+                self._sign_sum += excess
+
+    def know_tensor(self, show: Callable[[Callable[[Tensor], None]], object], context: Context) -> None:
+        """With a threshold per tensor, find this one's: those of a model that has no other."""
+        if self._options.scope == "tensor":
+            thresholds, more = MagnitudeThresholds(self._options.keep), True
+            while more:
+                show(lambda piece: thresholds.observe(piece, context.experts))
+                more = thresholds.end_pass()
+            self._tensor_thresholds[context.tensor] = thresholds
+
+    def _of_tensor(self, task_vectors: Tensor, context: Context) -> MagnitudeThresholds:
+        """Known already where tensors come in pieces; otherwise this is the whole tensor."""
+        if context.tensor not in self._tensor_thresholds:
+            self.know_tensor(lambda look: look(task_vectors), context)
+        return self._tensor_thresholds[context.tensor]
 
     def end_pass(self) -> bool:
         """Thresholds take two passes, or none; the majority sign takes one more."""
@@ -56,24 +76,16 @@ class TiesStatistics:
 
     def trim(self, task_vectors: Tensor, context: Context) -> Tensor:
         """u_t: each task vector with its small entries zeroed."""
+        thresholds = self._thresholds if self._options.scope == "model" else self._of_tensor(task_vectors, context)
         trimmed = torch.empty_like(task_vectors)
         for out, task_vector, expert in zip(trimmed, task_vectors, context.experts, strict=True):
-            by_tensor = self._options.scope == "tensor"
-            threshold = tensor_threshold(task_vector, self._options.keep) if by_tensor else self._thresholds.threshold(expert)
-            torch.mul(task_vector, kept_entries(task_vector, threshold), out=out)
+            out.copy_(trim(task_vector, thresholds.threshold(expert)))
         return trimmed
 
     @property
     def majority_sign(self) -> int:
         """What entries whose sum is exactly zero take; negative when the whole model's signs balance, as in the release."""
         return 1 if self._sign_sum > 0 else -1
-
-
-def tensor_threshold(task_vector: Tensor, keep: float) -> float:
-    """The (d - floor(d * keep))-th smallest magnitude of one tensor; 0 when nothing is to be trimmed."""
-    size = task_vector.numel()
-    rank = size - count_of_share(size, keep)
-    return float(task_vector.abs().float().reshape(-1).kthvalue(rank).values) if rank > 0 and size else 0.0
 
 
 def elect_and_merge(
@@ -88,9 +100,13 @@ def elect_and_merge(
         # In float64, float32 entries that cancel do so exactly, whatever the experts' order.
         sums = w @ u
         positive = sums >= 0 if majority_sign > 0 else sums > 0  # an exact zero takes the majority's sign
-        agreeing = torch.where(positive, u.clamp_min(0), u.clamp_max(0))
-        share = w @ (agreeing != 0).double()
-        merged[block] = w @ agreeing / (share.masked_fill(share == 0, 1) if merge == "mean" else 1)
+        signs = positive.double().mul_(2).sub_(1)
+        agreeing = u.mul_(signs).relu_()  # the magnitudes of those that have it
+        total = w @ agreeing
+        if merge == "mean":
+            share = w @ agreeing.sign_()
+            total /= share.masked_fill_(share == 0, 1)
+        merged[block] = total.mul_(signs).add_(0.0)  # no negative zeros
     return merged.reshape(trimmed.shape[1:])
 
 
@@ -99,6 +115,7 @@ def elect_and_merge(
     title="TIES-Merging",
     paper="Yadav et al., TIES-Merging, NeurIPS 2023",
     touches="all",
+    elementwise=True,
     statistics=lambda options, experts: TiesStatistics(options),  # noqa: ARG005
     flops=lambda tasks, rows, columns: 10.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 2.5) * rows * columns,
