@@ -29,6 +29,9 @@ def count_of_share(size: int, share: float) -> int:
     return math.floor(size * share * (1 + 2**-51))
 
 
+_COUNTING = Lock()  # of all threads; not an attribute, because statistics travel between processes
+
+
 class MagnitudeThresholds:
     """Per expert, the magnitude c such that the entries >= c are the kept share of its task vector.
 
@@ -38,7 +41,6 @@ class MagnitudeThresholds:
     def __init__(self, keep: float) -> None:
         self._keep = keep
         self._counts: dict[str, NDArray[np.intp]] = {}
-        self._lock = Lock()
         self._chosen: dict[str, tuple[int, int]] | None = None
         """After the first pass, per expert: the upper half of the threshold's bits, and its rank among those that share it."""
         self._thresholds: dict[str, float] = {}
@@ -51,7 +53,7 @@ class MagnitudeThresholds:
             for bits in _bit_patterns(task_vector):
                 half = bits >> 16 if self._chosen is None else bits[bits >> 16 == self._chosen[expert][0]] & 0xFFFF
                 histogram = np.bincount(half, minlength=_BINS)
-                with self._lock:
+                with _COUNTING:
                     self._counts[expert] = self._counts[expert] + histogram if expert in self._counts else histogram
 
     def end_pass(self) -> bool:

@@ -30,6 +30,9 @@ class TiesOptions(Options):
     ] = "model"
 
 
+_COUNTING = Lock()  # of all threads; not an attribute, because statistics travel between processes
+
+
 class TiesStatistics:
     """Each expert's threshold, then the majority sign of the whole model, over what `prepare` makes of the task vectors."""
 
@@ -39,7 +42,6 @@ class TiesStatistics:
         self._thresholds_known = options.scope == "tensor" or options.keep >= 1
         self._tensor_thresholds: dict[str, MagnitudeThresholds] = {}
         self._sign_sum = 0
-        self._lock = Lock()
 
     def observe(self, task_vectors: Tensor, context: Context) -> None:
         """See one tensor, or a piece of one; may be called from several threads."""
@@ -49,7 +51,7 @@ class TiesStatistics:
         else:
             sums = weighted_sum(self.trim(prepared, context), [1.0] * len(prepared))
             excess = int(sums.sign_().sum())
-            with self._lock:
+            with _COUNTING:
                 self._sign_sum += excess
 
     def know_tensor(self, show: Callable[[Callable[[Tensor], None]], object], context: Context) -> None:
