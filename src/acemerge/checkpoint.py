@@ -285,6 +285,10 @@ class WeightsFile:
         """Where it is."""
         return self.stamp.path
 
+    def __reduce__(self) -> tuple[Callable[[Path], WeightsFile], tuple[Path]]:
+        """Another process opens the file itself: no tensor travels."""
+        return open_file, (self.path,)
+
     def read_unchanged(self, tensor: str) -> Tensor:
         """One tensor, of a file that has not changed since it was opened."""
         self.stamp.check()

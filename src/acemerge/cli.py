@@ -132,8 +132,21 @@ def merge_command(
     save_as: SaveAs = None,
     rank: Rank = None,
     shard_size: ShardSize = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Where to compute: cpu, cuda, cuda:N, or several, cuda:0,cuda:1, a shard at a time on each.")
+    ] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; all cores by default. With --engine ray: of each task, 1 by default.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="local: this process. ray: the machines of a Ray cluster, a shard at a time on each core.")
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="With --engine ray: the cluster, HOST:PORT or 'auto'. By default RAY_ADDRESS, else one started for this run."
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -185,8 +198,8 @@ def merge_command(
         flags["allow_nonfinite"] = True
     recipe, relative_to = recipe_from(models, settings, flags)
     result = run_merge(
-        recipe, output, relative_to=relative_to, device=device, threads=threads, resume=resume, overwrite=overwrite,
-        offline=offline, verify=verify, force=force, report=report, quiet=quiet or as_json,
+        recipe, output, relative_to=relative_to, device=device, threads=threads, engine=engine, ray_address=ray_address,
+        resume=resume, overwrite=overwrite, offline=offline, verify=verify, force=force, report=report, quiet=quiet or as_json,
     )  # fmt: skip
     if as_json:
         _print_json(_result_json(result))

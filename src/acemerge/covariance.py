@@ -3,7 +3,7 @@
     tau_t = W_t - W0 (m x n)      C_t = tau_t, with its column means removed if centred      S_t = C_t^T C_t (n x n)
 
 All three need S = sum_t a_t S_t and sum_t a_t C_t S_t. Here is how these are formed: on the smaller side of each product, a block
-of rows at a time, without T Gram matrices and without a float64 copy of the experts.
+of rows at a time, without T Gram matrices and without a converted copy of the experts.
 """
 
 from __future__ import annotations
@@ -16,50 +16,70 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.frame import Frame
-from acemerge.linalg import DualGram, Gram, PrimalGram, add_gram, mirror_lower, pseudo_inverse, row_blocks
+from acemerge.linalg import (
+    DualGram,
+    Gram,
+    PrimalGram,
+    add_gram,
+    add_symmetric_product,
+    mirror_lower,
+    pseudo_inverse,
+    row_blocks,
+    sum_of_squares,
+)
 
 _ROUNDING = 2.0**-44  # of what centring subtracts: what is left of a matrix whose rows are all equal
 
 
 class Experts:
-    """The experts' C_t in float64: tau_t - 1 mu_t^T with the column means mu_t if `centre`, else tau_t itself (mu_t = 0).
+    """The experts' C_t: tau_t - 1 mu_t^T with the column means mu_t if `centre`, else tau_t itself (mu_t = 0).
 
     Everything here is the same in any frame, with the frame's image of the vector of ones in the place of 1.
     """
 
-    def __init__(self, task_vectors: Float[Tensor, "task out in"], chosen: Sequence[int], frame: Frame, *, centre: bool) -> None:
+    def __init__(
+        self,
+        task_vectors: Float[Tensor, "task out in"],
+        chosen: Sequence[int],
+        frame: Frame,
+        *,
+        centre: bool,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.dtype = dtype
         self._deltas = [task_vectors[t] for t in chosen]
         self._rows, self._columns = task_vectors.shape[1:]
-        self._ones, self._ones_squared = frame.ones_out, frame.shape[0]
+        self._ones, self._ones_squared = frame.ones_out.to(dtype), frame.shape[0]
         self._device = task_vectors.device
         self._means = [self._column_means(D) if centre else self._zeros(self._columns) for D in self._deltas]
 
     def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
-        total = self._zeros(self._columns)
+        total = torch.zeros(self._columns, dtype=torch.float64, device=self._device)
         for rows in row_blocks(self._rows, self._columns):
-            total.addmv_(D[rows].double().T, self._ones[rows])
-        return total / self._ones_squared
+            total.addmv_(D[rows].double().T, self._ones[rows].double())
+        return (total / self._ones_squared).to(self.dtype)
 
     def _zeros(self, *shape: int) -> Float[Tensor, "*shape"]:
-        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+        return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
-        return self._deltas[t][rows].to(torch.float64, copy=True).addr_(self._ones[rows], self._means[t], alpha=-1)
+        return self._deltas[t][rows].to(self.dtype, copy=True).addr_(self._ones[rows], self._means[t], alpha=-1)
 
-    def traces(self) -> list[float]:
-        """tr_t = |C_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
-        return [self._trace(t) for t in range(len(self._deltas))]
+    def traces(self, energies: Sequence[float]) -> list[float]:
+        """tr_t = |C_t|_F^2, given |tau_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
+        return [self._trace(t, energy) for t, energy in enumerate(energies)]
 
-    def _trace(self, t: int) -> float:
-        blocks = row_blocks(self._rows, self._columns)
-        trace = math.fsum(float(self._centred(t, rows).square_().sum()) for rows in blocks)
-        removed = self._ones_squared * float(self._means[t].square().sum())  # |1 mu_t^T|^2
+    def _trace(self, t: int, energy: float) -> float:
+        removed = self._ones_squared * sum_of_squares(self._means[t])  # |1 mu_t^T|^2
+        trace = energy - removed
+        if trace < removed:  # the difference is not accurate
+            trace = math.fsum(sum_of_squares(self._centred(t, rows)) for rows in row_blocks(self._rows, self._columns))
         return trace if trace > _ROUNDING**2 * removed else 0.0
 
     def sums(self) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
         """sum_t tau_t, a block of rows at a time."""
         for rows in row_blocks(self._rows, self._columns):
-            total = self._deltas[0][rows].to(torch.float64, copy=True)
+            total = self._deltas[0][rows].to(self.dtype, copy=True)
             for D in self._deltas[1:]:
                 total += D[rows]
             yield rows, total
@@ -100,7 +120,7 @@ class Experts:
             for a, (S, CS) in zip(weightings, sums, strict=True):
                 S.add_(S_t, alpha=a[t])
                 CS.add_(CS_t, alpha=a[t])
-        return [(PrimalGram(mirror_lower(S)), CS) for S, CS in sums]
+        return [(PrimalGram(S), CS) for S, CS in sums]
 
     def least_squares(self, a: Sequence[float], rtol: float) -> tuple[Float[Tensor, "out in"], int]:
         """The M nearest to every expert under its own covariance, argmin sum_t a_t |(M - C_t) C_t^T|_F^2, of least norm.
@@ -127,34 +147,34 @@ class Experts:
                 self._add_through_covariance(S, CS, t, weight)
             else:
                 self._add_through_outer_gram(S, CS, t, weight)
-        return mirror_lower(S), CS
+        return S, CS
 
     def _add_through_covariance(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
         """Tall or square: S_t once, then C_t S_t."""
         S_t = self._zeros(self._columns, self._columns)
         for rows in row_blocks(self._rows, self._columns):
             add_gram(S_t, self._centred(t, rows))
-        mirror_lower(S_t)
         S.add_(S_t, alpha=weight)
         for rows in row_blocks(self._rows, self._columns):
-            CS[rows].addmm_(self._centred(t, rows), S_t, alpha=weight)
+            add_symmetric_product(CS[rows], self._centred(t, rows), S_t, weight)
 
     def _add_through_outer_gram(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
         """Wide: C_t S_t = (C_t C_t^T) C_t, and S takes one SYRK."""
         C = self._centred(t, slice(0, self._rows))
-        add_gram(S, C, scale=weight)
-        CS.addmm_(self._outer_gram(C), C, alpha=weight)
+        add_gram(S, C, weight)
+        add_symmetric_product(CS, C, self._outer_gram(C), weight, gram_first=True)
 
     def _outer_gram(self, C: Float[Tensor, "rows in"]) -> Float[Tensor, "rows rows"]:
+        """The lower triangle of C C^T."""
         outer = self._zeros(C.shape[0], C.shape[0])
         add_gram(outer, C.T)
-        return mirror_lower(outer)
+        return outer
 
     def _stack(self, a: Sequence[float]) -> tuple[Float[Tensor, "stacked in"], Float[Tensor, "stacked stacked"]]:
         """Very wide: the stacked rows X of sqrt(a_t) C_t, and their (T m) x (T m) Gram X X^T."""
         everything = slice(0, self._rows)
         stack = torch.cat([self._centred(t, everything).mul_(math.sqrt(weight)) for t, weight in enumerate(a)])
-        return stack, self._outer_gram(stack)
+        return stack, mirror_lower(self._outer_gram(stack))
 
     def _own_blocks(self, outer: Float[Tensor, "stacked stacked"], a: Sequence[float]) -> Float[Tensor, "out stacked"]:
         """B = [sqrt(a_1) C_1 C_1^T ... sqrt(a_T) C_T C_T^T], for sum_t a_t C_t S_t = B X."""

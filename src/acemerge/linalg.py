@@ -1,8 +1,8 @@
 """Where the speed lives: Gram matrices, ridge solves and leading singular directions, behind names from the maths.
 
-Everything here works in float64. The merge equations divide by small eigenvalues of Gram matrices, which square the
-condition number: float32 keeps two to four correct digits there on task vectors with decaying spectra, float64 keeps ten.
-CPU tensors go to BLAS/LAPACK through scipy (SYRK, POTRF, partial eigh: torch has none of them), other devices to torch.
+Float64 unless a method asks for less. The merge equations divide by small eigenvalues of Gram matrices, which square the
+condition number: float32 keeps two to five correct digits there, as the spectra of the task vectors decay, float64 keeps ten.
+CPU tensors go to BLAS/LAPACK through scipy (SYRK, SYMM, POTRF, partial eigh: torch has none of them), other devices to torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import scipy.linalg
 import torch
 from jaxtyping import Float
-from scipy.linalg import blas, lapack
+from scipy.linalg import get_blas_funcs, get_lapack_funcs
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2**20  # float64 elements converted at a time: 8 MiB
@@ -39,7 +40,8 @@ def uses_lapack(tensor: Tensor) -> bool:
 def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
     """|x|_F^2, accumulated in float64."""
     flat = x.reshape(-1)
-    return math.fsum(float(flat[block].double().square().sum()) for block in row_blocks(flat.numel(), 1))
+    norms = (torch.linalg.vector_norm(flat[block], dtype=torch.float64) for block in row_blocks(flat.numel(), 1))
+    return math.fsum(float(norm) ** 2 for norm in norms)
 
 
 def weighted_sum(vectors: Float[Tensor, "task *shape"], weights: Sequence[float]) -> Float[Tensor, "*shape"]:
@@ -57,16 +59,52 @@ def changed_tasks(task_vectors: Float[Tensor, "task *shape"]) -> list[int]:
     return [t for t, task_vector in enumerate(task_vectors) if bool(task_vector.any())]
 
 
+_PANEL = 256
+
+
 def add_gram(gram: Float[Tensor, "n n"], x: Float[Tensor, "rows n"], scale: float = 1.0) -> None:
-    """Lower triangle of `gram` += scale x^T x, in place: one symmetric rank-k update, half the work of a product."""
-    if uses_lapack(gram):
-        # Fortran sees a row-major matrix as its transpose, without a copy; the lower triangle of `gram` is its upper one.
+    """Lower triangle of `gram` += scale x^T x, in place: half the work of a product."""
+    n = gram.shape[0]
+    # OpenBLAS' symmetric rank-k update falls behind its products of matrices where float32 matrices are wide.
+    if uses_lapack(gram) and (gram.dtype == torch.float64 or n <= 3 * _PANEL):
         # A transposed view x of a row-major matrix is already in Fortran's order.
-        rows_first = x.is_contiguous()
-        a = x.numpy().T if rows_first else x.numpy()
-        blas.dsyrk(scale, a, trans=not rows_first, beta=1.0, c=gram.numpy().T, lower=0, overwrite_c=1)
-    else:
-        gram.addmm_(x.T, x, alpha=scale)
+        a, rows_first = (_fortran(x), True) if x.is_contiguous() else (x.numpy(), False)
+        _blas("syrk", gram)(scale, a, trans=not rows_first, beta=1.0, c=_fortran(gram), lower=0, overwrite_c=1)
+        return
+    for start in range(0, n, _PANEL):
+        end = min(start + _PANEL, n)
+        gram[start:end, :end].addmm_(x[:, start:end].T, x[:, :end], alpha=scale)
+
+
+def add_symmetric_product(
+    total: Float[Tensor, "m n"],
+    a: Float[Tensor, "m n"],
+    gram: Float[Tensor, "k k"],
+    scale: float = 1.0,
+    *,
+    gram_first: bool = False,
+) -> None:
+    """`total += scale a gram` in place, or `gram a`, for a symmetric matrix given by its lower triangle."""
+    if uses_lapack(total):
+        side = int(gram_first)  # transposed, the product is the other way round
+        c = _fortran(total)
+        _blas("symm", total)(scale, _fortran(gram), _fortran(a), beta=1.0, c=c, side=side, lower=0, overwrite_c=1)
+        return
+    full = mirror_lower(gram.clone())
+    total.addmm_(full, a, alpha=scale) if gram_first else total.addmm_(a, full, alpha=scale)
+
+
+def _fortran(row_major: Tensor) -> Any:
+    """A row-major matrix as Fortran sees it: its transpose, without a copy. Its lower triangle is then the upper one."""
+    return row_major.numpy().T
+
+
+def _blas(name: str, like: Tensor) -> Any:
+    return get_blas_funcs(name, dtype=like.numpy().dtype)
+
+
+def _lapack(name: str, like: Tensor) -> Any:
+    return get_lapack_funcs(name, dtype=like.numpy().dtype)
 
 
 def mirror_lower(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
@@ -84,7 +122,7 @@ RidgeSolver = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PrimalGram:
-    """S = X^T X for a stack of rows X, as the n x n matrix, symmetric and full. Right when X has at least n rows."""
+    """S = X^T X for a stack of rows X, as the lower triangle of an n x n matrix. Right when X has at least n rows."""
 
     matrix: Float[Tensor, "n n"]
 
@@ -94,7 +132,13 @@ class PrimalGram:
 
     def times(self, a: Float[Tensor, "some n"]) -> Float[Tensor, "some n"]:
         """`a S`."""
-        return a @ self.matrix
+        product = a.new_zeros(a.shape)
+        add_symmetric_product(product, a, self.matrix)
+        return product
+
+    def norm(self) -> float:
+        """|S|_F."""
+        return _symmetric_norm(self.matrix)
 
     def factorise(self, ridge: float) -> RidgeSolver:
         """`a -> a (S + ridge I)^-1`, by Cholesky in place: S is used up, and `a` is overwritten.
@@ -120,6 +164,10 @@ class DualGram:
         """`a S`."""
         return (a @ self.stack.T) @ self.stack
 
+    def norm(self) -> float:
+        """|S|_F = |K|_F."""
+        return _symmetric_norm(self.outer)
+
     def factorise(self, ridge: float) -> RidgeSolver:
         """`a -> a (S + ridge I)^-1 = (a - a X^T (K + ridge I)^-1 X) / ridge`; K is used up."""
         solve = cholesky_solver(self.outer, ridge)
@@ -129,18 +177,50 @@ class DualGram:
 Gram = PrimalGram | DualGram
 
 
+def _symmetric_norm(lower: Float[Tensor, "n n"]) -> float:
+    below = sum_of_squares(lower.tril(-1))
+    return math.sqrt(2 * below + sum_of_squares(lower.diagonal()))
+
+
+_PROBES = 8
+
+
+def rounding_error(gram_norm: float, divide: RidgeSolver, like: Float[Tensor, "m n"]) -> float:
+    """How far rounding of S moves `a Q^-1`, Q = S + ridge I, relative to its length: what is typical, within a factor of 3.
+
+    To first order that is -(a Q^-1) dS Q^-1. With rounding errors of about u |S|_F / n in each entry of S its length is
+    |a Q^-1| u |S|_F |Q^-1|_F / sqrt(n); |Q^-1|_F^2 is the mean of |z Q^-1|^2 over random signs z (Hutchinson).
+    """
+    n = like.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (_PROBES, n), generator=generator).mul_(2).sub_(1).to(like)
+    inverse_norm = math.sqrt(sum_of_squares(divide(signs)) / _PROBES)
+    return torch.finfo(like.dtype).eps / 2 * gram_norm * inverse_norm / math.sqrt(n)
+
+
 def cholesky_solver(gram: Float[Tensor, "n n"], ridge: float) -> RidgeSolver:
-    """`rhs -> (gram + ridge I)^-1 rhs`. Both `gram` and the columns given to the solver are overwritten on the CPU."""
+    """`rhs -> (gram + ridge I)^-1 rhs`. Both `gram` and the columns given to the solver may be overwritten."""
     gram.diagonal().add_(ridge)
     if uses_lapack(gram):
-        factor, failed = lapack.dpotrf(gram.numpy().T, lower=1, clean=0, overwrite_a=1)
+        upper, failed = _lapack("potrf", gram)(_fortran(gram), lower=0, clean=0, overwrite_a=1)
+        lower = torch.from_numpy(upper.T)
     else:
-        factor, failed = torch.linalg.cholesky_ex(gram)
+        lower, failed = torch.linalg.cholesky_ex(gram)
     if failed:
-        raise ArithmeticError(f"the regularised system is not positive definite in float64 (ridge {ridge:.3g})")
-    if uses_lapack(gram):
-        return lambda rhs: torch.from_numpy(lapack.dpotrs(factor, rhs.numpy(), lower=1, overwrite_b=1)[0])
-    return lambda rhs: torch.cholesky_solve(rhs, factor)
+        precision = str(gram.dtype).removeprefix("torch.")
+        raise ArithmeticError(f"the regularised system is not positive definite in {precision} (ridge {ridge:.3g})")
+    if uses_lapack(gram) and gram.dtype == torch.float64:
+        solve = _lapack("potrs", gram)
+        return lambda rhs: torch.from_numpy(solve(_fortran(lower), rhs.numpy(), lower=0, overwrite_b=1)[0])
+    # In float32, OpenBLAS' triangular solves lose half a digit more than torch's.
+    return lambda rhs: _solve_lower(lower, _solve_lower(lower, rhs), transposed=True)
+
+
+def _solve_lower(lower: Float[Tensor, "n n"], rhs: Float[Tensor, "n m"], *, transposed: bool = False) -> Float[Tensor, "n m"]:
+    """L^-1 rhs or L^-T rhs, solved from the right for the rows of rhs^T, which lie one after the other in memory."""
+    matrix = lower if transposed else lower.T
+    solved: Tensor = torch.linalg.solve_triangular(matrix, rhs.T, upper=not transposed, left=False)
+    return solved.T
 
 
 def pseudo_inverse(gram: Float[Tensor, "n n"], rtol: float) -> tuple[RidgeSolver, int]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +17,25 @@ from acemerge.adapter import is_adapter, open_adapter
 from acemerge.checkpoint import Checkpoint, open_checkpoint
 from acemerge.data.needed import check_data_asked, check_experts_can_run
 from acemerge.engine.local import LocalEngine
-from acemerge.errors import InputError, PreflightError
+from acemerge.errors import InputError, PreflightError, did_you_mean
 from acemerge.families import choose_family
 from acemerge.input_hashes import hashing_inputs
 from acemerge.model_card import write_documents
 from acemerge.plan import Plan
 from acemerge.planner import build_plan
-from acemerge.progress import show_progress
+from acemerge.progress import Progress, show_progress
 from acemerge.recipe import Recipe
 from acemerge.report.figure import check_installed
-from acemerge.resources import check_resources
 from acemerge.source import Source, expand_home, resolve_source
 from acemerge.staging import Staging, check_output, staged_output
+from acemerge.statistics import gather_statistics
 from acemerge.task_models import write_heads
 
 if TYPE_CHECKING:
     from acemerge.bench.suites import Suite
+    from acemerge.engine.ray import RayEngine
+
+ENGINES = ("local", "ray")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ def run_merge(
     relative_to: Path = Path(),
     device: str = "cpu",
     threads: int | None = None,
+    engine: str = "local",
+    ray_address: str | None = None,
     resume: bool = True,
     overwrite: bool = False,
     offline: bool = False,
@@ -79,30 +85,31 @@ def run_merge(
     output = expand_home(output)
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads}: give at least one")
+    check_engine(engine, device, ray_address)
     if report:
         check_installed()
     check_output(output, overwrite)
     sources = find_sources(recipe, relative_to, offline)
     check_output(output, overwrite, [source.path for source in (sources.base, *sources.experts)])
     plan = make_plan(recipe, sources, relative_to, suite)
-    if not force and (problems := check_resources(output, plan, device)):
-        raise PreflightError(problems)
-    where = torch_device(device)
     with (
         compute_threads(threads),
-        hashing_inputs(plan, verify=verify) as hashes,
-        staged_output(output, plan.digest, resume=resume, overwrite=overwrite, inputs=hashes) as staging,
+        _open_engine(engine, plan, sources, relative_to, suite, device, threads, ray_address) as chosen,
     ):
-        with show_progress(plan, quiet=quiet) as progress:
-            if staging.note:
-                progress.say(staging.note)
-            LocalEngine(plan, staging, where, progress).run()
-        write_heads(plan, staging.folder)
-        staging.check_inputs(hashes.all())
-        write_documents(plan, sources, staging, hashes.all(), report)
-        for model in (plan.base, *plan.experts):
-            model.check_unchanged()
-        tensors = _records(plan, staging)
+        if not force and (problems := chosen.problems(output)):
+            raise PreflightError(problems)
+        with (
+            hashing_inputs(plan, verify=verify) as hashes,
+            staged_output(output, plan.digest, resume=resume, overwrite=overwrite, inputs=hashes) as staging,
+        ):
+            with show_progress(plan, quiet=quiet) as progress:
+                _write_shards(plan, chosen, staging, progress)
+            write_heads(plan, staging.folder)
+            staging.check_inputs(hashes.all())
+            write_documents(plan, sources, staging, hashes.all(), report)
+            for model in (plan.base, *plan.experts):
+                model.check_unchanged()
+            tensors = _records(plan, staging)
     return MergeResult(output, plan, tensors)
 
 
@@ -164,6 +171,56 @@ def _unique_names(sources: Sequence[Source], given: Sequence[str | None]) -> tup
         if seen[name] > 1:
             names[index] = f"{name}_{seen[name]}"
     return tuple(names)
+
+
+def check_engine(engine: str, device: str, ray_address: str | None) -> None:
+    """Refuse an engine that does not exist, is not installed or does not go with the rest, before any work."""
+    if engine not in ENGINES:
+        raise InputError(f"--engine {engine}: there is no such engine; {did_you_mean(engine, ENGINES)}")
+    if engine == "local":
+        if ray_address:
+            raise InputError(f"--ray-address {ray_address}: only the cluster engine uses it; pass --engine ray too")
+        return
+    if not find_spec("ray"):
+        raise InputError("--engine ray needs ray: pip install 'acemerge[cluster]'")
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device {device}: with --engine ray, give cpu, or cuda: each task then gets a GPU of its own")
+
+
+@contextmanager
+def _open_engine(
+    engine: str,
+    plan: Plan,
+    sources: Sources,
+    relative_to: Path,
+    suite: Suite | None,
+    device: str,
+    threads: int | None,
+    ray_address: str | None,
+) -> Iterator[LocalEngine | RayEngine]:
+    """What carries out the plan's shards."""
+    if engine == "local":
+        yield LocalEngine(plan, tuple(map(torch_device, device.split(","))))
+        return
+    from acemerge.engine.ray import RayEngine, ray_cluster
+    from acemerge.engine.ray_task import Order
+
+    order = Order(plan.recipe, sources, relative_to, suite, plan.digest, Path.cwd(), gathered={})
+    with ray_cluster(ray_address):
+        yield RayEngine(plan, order, device, threads or 1)
+
+
+def _write_shards(plan: Plan, engine: LocalEngine | RayEngine, staging: Staging, progress: Progress) -> None:
+    """Have every shard written that is not already finished."""
+    if staging.note:
+        progress.say(staging.note)
+    unfinished = [shard for shard in plan.shards if not staging.reusable(shard)]
+    for shard in plan.shards.keys() - unfinished:
+        for tensor in plan.shards[shard]:
+            progress.advance(tensor)
+    if unfinished:
+        hashes = staging.inputs.all if staging.inputs else dict
+        engine.run(unfinished, gather_statistics(plan, engine.device, progress, hashes), staging, progress)
 
 
 def torch_device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Protocol
 
 from acemerge.plan import Plan, PlannedTensor
@@ -30,6 +31,29 @@ class SilentProgress:
 
     def say(self, message: str) -> None:
         """Nothing to show."""
+
+
+class SharedProgress:
+    """For several threads: one reports at a time, and when one of them has failed the others end at their next report."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._lock, self._stopped = progress, Lock(), False
+
+    def stop(self) -> None:
+        """End the threads that report here."""
+        self._stopped = True
+
+    def advance(self, tensor: PlannedTensor) -> None:
+        """One tensor is done."""
+        with self._lock:
+            if self._stopped:
+                raise InterruptedError("another thread has ended the work")
+            self._progress.advance(tensor)
+
+    def say(self, message: str) -> None:
+        """A new phase begins."""
+        with self._lock:
+            self._progress.say(message)
 
 
 class PlainProgress:

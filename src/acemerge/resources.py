@@ -13,17 +13,21 @@ FORCE = "or pass --force to try"
 _DOCUMENTS, _DOCUMENTS_PER_TENSOR = 20_000, 2_000  # bytes of card, recipe, manifest and index
 
 
-def check_resources(output: Path, plan: Plan, device: str = "cpu") -> list[str]:
-    """A problem report for each of disk and memory that cannot hold this merge."""
-    found = [check_space(output, needed_space(plan)), check_memory(plan.peak_memory) if device == "cpu" else None]
+def check_resources(output: Path, plan: Plan, *, on_cpu: int = 1, at_once: int = 1) -> list[str]:
+    """A problem report for each of disk and memory that cannot hold this merge.
+
+    So many shards are merged at once, and so many of them in this machine's main memory.
+    """
+    found = [check_space(output, needed_space(plan, at_once)), check_memory(plan.peak_memory * on_cpu)]
     return [problem for problem in found if problem]
 
 
-def needed_space(plan: Plan) -> int:
-    """Bytes on disk while the output is being written: weights, parts and their temporary copy, copied files, documents."""
+def needed_space(plan: Plan, at_once: int = 1) -> int:
+    """Bytes on disk while the output is being written: weights, parts and their temporary copies, copied files, documents."""
     owners = [plan.base, *(plan.experts[head.expert] for head in plan.heads)]
     copied = sum(path.stat().st_size for model in owners for path in model.side_files())
-    return plan.output_bytes + plan.temporary_bytes + copied + _DOCUMENTS + _DOCUMENTS_PER_TENSOR * len(plan.tensors)
+    temporary = plan.temporary_bytes * min(at_once, len(plan.shards))
+    return plan.output_bytes + temporary + copied + _DOCUMENTS + _DOCUMENTS_PER_TENSOR * len(plan.tensors)
 
 
 def check_space(output: Path, needed: int) -> str | None:

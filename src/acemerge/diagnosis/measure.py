@@ -240,7 +240,7 @@ def _regularisation(
     """The ridge's part of the trace of ACE's system, and what centring takes from each expert."""
     frame = frame or standard_frame(task_vectors)
     changed = [t for t, energy in enumerate(energies) if energy > 0]
-    traces = Experts(task_vectors, changed, frame, centre=True).traces()
+    traces = Experts(task_vectors, changed, frame, centre=True).traces([energies[t] for t in changed])
     a, e = covariance_weights(traces, options, heterogeneous)
     kept = dict(zip(changed, traces, strict=True))
     shares = [max(0.0, 1 - kept[t] / energy) if energy > 0 else 0.0 for t, energy in enumerate(energies)]

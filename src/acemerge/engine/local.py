@@ -1,11 +1,13 @@
-"""The local engine: one process, one tensor's task vectors at a time, reading ahead by one."""
+"""One shard, one tensor's task vectors at a time, reading ahead by one; and the local engine, which does so in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -13,39 +15,82 @@ from torch import Tensor
 
 from acemerge.adapter_output import AdapterWriter
 from acemerge.plan import Plan, PlannedTensor, tensor_record
-from acemerge.progress import Progress
+from acemerge.progress import Progress, SharedProgress
+from acemerge.resources import check_resources
 from acemerge.staging import Staging
-from acemerge.statistics import gather_statistics
+from acemerge.statistics import Gathered
 from acemerge.task_vectors import MergedTensor, merge_tensor, merge_to_factors, prefetch
 from acemerge.writer import PartsWriter, tensor_sha256, write_safetensors
+
+Record = dict[str, Any]
+"""What is noted of a finished shard: its hash, its parts' and what became of each of its tensors."""
 
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """Carries out a plan's shards in this process."""
+    """Carries out shards in this process: one at a time on each device."""
 
     plan: Plan
-    staging: Staging
+    devices: tuple[torch.device, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where statistics passes compute."""
+        return self.devices[0]
+
+    def problems(self, output: Path) -> list[str]:
+        """What this machine lacks for it."""
+        on_cpu = sum(device.type == "cpu" for device in self.devices)
+        return check_resources(output, self.plan, on_cpu=on_cpu, at_once=len(self.devices))
+
+    def run(self, shards: Sequence[str], gathered: Gathered, staging: Staging, progress: Progress) -> None:
+        """Write these shards of the plan."""
+        if len(self.devices) > 1:
+            self._run_on_each_device(shards, gathered, staging, progress)
+            return
+        writer = ShardWriter(self.plan, staging.folder, self.device, progress)
+        for shard in shards:
+            staging.finish(shard, writer.run_shard(shard, gathered))
+
+    def _run_on_each_device(self, shards: Sequence[str], gathered: Gathered, staging: Staging, progress: Progress) -> None:
+        """A thread for each device takes a shard whenever the device is free."""
+        free: SimpleQueue[torch.device] = SimpleQueue()
+        for device in self.devices:
+            free.put(device)
+
+        def write(shard: str) -> Record:
+            device = free.get()
+            try:
+                return ShardWriter(self.plan, staging.folder, device, shared).run_shard(shard, gathered)
+            finally:
+                free.put(device)
+
+        shared = SharedProgress(progress)
+        with ThreadPoolExecutor(len(self.devices)) as pool:
+            started = {pool.submit(write, shard): shard for shard in shards}
+            try:
+                for future in as_completed(started):
+                    staging.finish(started[future], future.result())
+            except BaseException:
+                shared.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+@dataclass(frozen=True)
+class ShardWriter:
+    """Carries out one shard at a time. Every engine does so, in whichever process, thread and folder it likes."""
+
+    plan: Plan
+    folder: Path
     device: torch.device
     progress: Progress
 
-    def run(self) -> None:
-        """Write every shard of the plan that is not already finished."""
-        unfinished = {shard: tensors for shard, tensors in self.plan.shards.items() if not self.staging.reusable(shard)}
-        for shard in self.plan.shards.keys() - unfinished.keys():
-            for tensor in self.plan.shards[shard]:
-                self.progress.advance(tensor)
-        if unfinished:
-            hashes = self.staging.inputs.all if self.staging.inputs else dict
-            gathered = gather_statistics(self.plan, self.device, self.progress, hashes)
-            for shard, tensors in unfinished.items():
-                self._run_shard(shard, tensors, gathered)
-
-    def _run_shard(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Any) -> None:
+    def run_shard(self, shard: str, gathered: Gathered) -> Record:
         """Merge one shard's tensors straight into its file."""
+        tensors = self.plan.shards[shard]
         if self.plan.recipe.save_as == "adapter":
-            self._run_adapter(shard, tensors, gathered)
-            return
+            return self._run_adapter(shard, tensors, gathered)
         # Wide dtypes first keeps every tensor aligned in the file.
         ordered = sorted(tensors, key=lambda t: -t.output_bytes // max(1, t.header.elements))
         records: list[dict[str, Any]] = []
@@ -60,15 +105,15 @@ class LocalEngine:
 
         headers = [(tensor.name, replace(tensor.header, dtype=tensor.output_dtype)) for tensor in ordered]
         with ExitStack() as open_files:
-            parts = PartsWriter(self.staging.folder, shard, open_files)
-            digest = write_safetensors(self.staging.folder / shard, headers, values(parts))
-            self.staging.finish(shard, {"sha256": digest, "parts": parts.finish(), "tensors": records})
+            parts = PartsWriter(self.folder, shard, open_files)
+            digest = write_safetensors(self.folder / shard, headers, values(parts))
+            return {"sha256": digest, "parts": parts.finish(), "tensors": records}
 
-    def _run_adapter(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Any) -> None:
+    def _run_adapter(self, shard: str, tensors: Sequence[PlannedTensor], gathered: Gathered) -> Record:
         """Merge the adapters' tensors into one adapter; a tensor that stays with the base is only accounted for."""
         records: list[dict[str, Any]] = []
         with ExitStack() as open_files:
-            writer = AdapterWriter(self.plan, self.staging.folder, open_files)
+            writer = AdapterWriter(self.plan, self.folder, open_files)
             for tensor in tensors:
                 facts: Mapping[str, Any] = {}
                 warnings: tuple[str, ...] = ()
@@ -86,9 +131,9 @@ class LocalEngine:
                 records.append({**record, **facts, "warnings": list(warnings), "written": tensor.form})
                 self.progress.advance(tensor)
             digest = writer.finish()
-        self.staging.finish(shard, {"sha256": digest, "parts": {}, "tensors": records})
+        return {"sha256": digest, "parts": {}, "tensors": records}
 
-    def _merged(self, ordered: Sequence[PlannedTensor], gathered: Any) -> Iterator[tuple[PlannedTensor, MergedTensor]]:
+    def _merged(self, ordered: Sequence[PlannedTensor], gathered: Gathered) -> Iterator[tuple[PlannedTensor, MergedTensor]]:
         """Each tensor with its merged value; the next one's pages are brought in meanwhile."""
         with ThreadPoolExecutor(1) as reader:
             for tensor, following in zip(ordered, [*ordered[1:], None], strict=True):

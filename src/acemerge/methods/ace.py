@@ -11,6 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -21,11 +22,15 @@ from torch import Tensor
 
 from acemerge.covariance import Experts
 from acemerge.frame import Frame
-from acemerge.linalg import Gram, leading_directions, sum_of_squares
+from acemerge.linalg import Gram, leading_directions, rounding_error, sum_of_squares
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.option_text import Fact
 
 DEFAULT_EPSILON = 1e-5
+SMALL = 512
+"""Matrices with fewer rows or columns are merged in float64: there is no time to save."""
+PRECISE = 3e-5
+"""What rounding may typically do to a merge in float32; known to a factor of 3, so the error stays below 1e-4 of the change."""
 
 
 @dataclass(frozen=True)
@@ -91,35 +96,18 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
     """
     options = options.resolve({})
     frame = context.frame_of(task_vectors)
-    opinions = read_opinions(task_vectors, frame)
-    if opinions is None:
+    energies = [sum_of_squares(D) for D in task_vectors]
+    if not any(energies):
         return nobody_changed(task_vectors)
-    experts = opinions.experts
-    heterogeneous = opinions.gamma > options.tau  # step 1
-    a, e = covariance_weights(opinions.traces, options, heterogeneous)  # step 3
-    ridge = math.fsum(e)
-
-    # Step 2 with its weights: S = sum_t a_t S_t, and sum_t a_t C_t S_t.
-    S, CS = experts.weighted_covariance(a)
-    R = residual(experts, a, S, CS, ridge, frame) if heterogeneous and options.refine else None
-    N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
-    P = closed_form(S, N, ridge, prior_strength(opinions, options, heterogeneous), frame)  # steps 4 and 5
-    del S, N, CS  # as large as everything else here
-
-    facts = describe(opinions, heterogeneous, a, e, frame)
-    if R is None:
-        return Merged(P, facts)
-
-    # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
-    leading = leading_directions(R.add_(P), refined_directions(options, frame))
-    if len(leading.values):
-        P.addmm_(leading.left, leading.right.T, alpha=float(leading.values.mean()))
-    return Merged(P, {**facts, "refined_directions": len(leading.values)})
+    if float32_pays(task_vectors):
+        with suppress(ArithmeticError):  # too ill-conditioned for it
+            return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float32), options, frame)
+    return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float64), options, frame)
 
 
 @dataclass(frozen=True)
 class Opinions:
-    """What the experts that changed this tensor say, whatever the options."""
+    """What the experts that changed this tensor say, whatever the options: steps 1 and 2."""
 
     experts: Experts
     energies: list[float]
@@ -127,20 +115,47 @@ class Opinions:
     gamma: float
 
 
-def read_opinions(task_vectors: Float[Tensor, "task out in"], frame: Frame) -> Opinions | None:
-    """Steps 1 and 2, without the experts that did not change this tensor: they have no opinion on it. None: nobody has."""
-    energies = [sum_of_squares(D) for D in task_vectors]
+def read_opinions(
+    task_vectors: Float[Tensor, "task out in"], energies: list[float], frame: Frame, dtype: torch.dtype
+) -> Opinions:
+    """Without the experts that did not change this tensor: they have no opinion on it."""
     changed = [t for t, energy in enumerate(energies) if energy > 0]
-    if not changed:
-        return None
-    experts = Experts(task_vectors, changed, frame, centre=True)
+    experts = Experts(task_vectors, changed, frame, centre=True, dtype=dtype)
     energies = [energies[t] for t in changed]
-    return Opinions(experts, energies, experts.traces(), heterogeneity(energies))
+    return Opinions(experts, energies, experts.traces(energies), heterogeneity(energies))
 
 
 def nobody_changed(task_vectors: Float[Tensor, "task out in"]) -> Merged:
     """Nothing to merge."""
     return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
+
+
+def merge_opinions(opinions: Opinions, options: AceOptions, frame: Frame) -> Merged:
+    """Steps 3 to 6, in the experts' precision; an ArithmeticError if float32 is not precise enough."""
+    experts = opinions.experts
+    heterogeneous = opinions.gamma > options.tau
+    a, e = covariance_weights(opinions.traces, options, heterogeneous)  # step 3
+    ridge = math.fsum(e)
+
+    # Step 2 with its weights: S = sum_t a_t S_t, and sum_t a_t C_t S_t.
+    S, CS = experts.weighted_covariance(a)
+    R = residual(experts, a, S, CS, ridge, frame) if heterogeneous and options.refine else None
+    N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
+    P, rounding = closed_form(S, N, ridge, prior_strength(opinions, options, heterogeneous), frame)  # steps 4 and 5
+    check_precision(rounding, P.dtype)
+    del S, N, CS  # as large as everything else here
+
+    facts = describe(opinions, heterogeneous, a, e, frame)
+    if R is None:
+        return Merged(P, facts)
+
+    # Step 6. Refinement: the leading k directions of F = P + R, all with their mean strength.
+    F = R.add_(P).double()
+    leading = leading_directions(F, refined_directions(options, frame))
+    if len(leading.values):
+        check_precision(rounding * rounding_spread(F, leading.values), P.dtype)
+        P.addmm_(leading.left.to(P.dtype), leading.right.to(P.dtype).T, alpha=float(leading.values.mean()))
+    return Merged(P, {**facts, "refined_directions": len(leading.values)})
 
 
 def describe(opinions: Opinions, heterogeneous: bool, a: list[float], e: list[float], frame: Frame) -> dict[str, Fact]:
@@ -150,6 +165,7 @@ def describe(opinions: Opinions, heterogeneous: bool, a: list[float], e: list[fl
         "gamma": min(opinions.gamma, sys.float_info.max),
         "branch": "heterogeneous" if heterogeneous else "homogeneous",
         "ridge_share": regulariser_share(a, e, opinions.traces, frame.shape[1]),
+        "precision": str(opinions.experts.dtype).removeprefix("torch."),
     }
 
 
@@ -163,6 +179,11 @@ def prior_strength(opinions: Opinions, options: AceOptions, heterogeneous: bool)
 def refined_directions(options: AceOptions, frame: Frame) -> int:
     """Step 6: k."""
     return math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
+
+
+def rounding_spread(F: Float[Tensor, "out in"], values: Float[Tensor, " k"]) -> float:
+    """F's rounding is spread over all its directions, and divided by s_i in the i-th of U_k V_k^T."""
+    return math.sqrt(sum_of_squares(F) / min(F.shape) * float(values.pow(-2).mean()))
 
 
 def covariance_weights(traces: list[float], options: AceOptions, heterogeneous: bool) -> tuple[list[float], list[float]]:
@@ -181,18 +202,36 @@ def regulariser_share(a: list[float], e: list[float], traces: list[float], colum
     return ridge / (ridge + math.fsum(map(float.__mul__, a, traces)))
 
 
-def closed_form(S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float, frame: Frame) -> Float[Tensor, "out in"]:
+def closed_form(
+    S: Gram, N: Float[Tensor, "out in"], ridge: float, kappa: float, frame: Frame
+) -> tuple[Float[Tensor, "out in"], float]:
     """Steps 4 and 5: P = N (S + ridge I + 1 c^T)^-1 with the prior c = kappa * (column means of S); S and N are used up.
+
+    Beside it, how far rounding moves P, relative to its length.
 
     The prior is rank one, so by Sherman-Morrison, with Z = N (S + ridge I)^-1 and u = (S + ridge I)^-1 c,
     P = Z - (Z 1) u^T / (1 + sum u). The denominator is at least 1: the system is never singular.
     """
-    ones = frame.ones_in
+    ones = frame.ones_in.to(N.dtype)
     c = S.times(ones[None])[0] * (kappa / frame.shape[1])  # S is symmetric: its row sums are its column sums
+    size = S.norm()
     divide = S.factorise(ridge)
     Z = divide(N)
     u = divide(c[None])[0]
-    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones)))
+    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones))), rounding_error(size, divide, Z)
+
+
+def check_precision(rounding: float, dtype: torch.dtype) -> None:
+    """Float32 has to be as good as the weights, which are stored in it or in less; float64 always is."""
+    if dtype == torch.float32 and not rounding <= PRECISE:
+        raise ArithmeticError(f"float32 would leave a relative error of {rounding:.1g}")
+
+
+def float32_pays(task_vectors: Float[Tensor, "task out in"]) -> bool:
+    """Whether float32, if it turns out to be precise enough, saves time that is worth saving."""
+    tasks, rows, columns = task_vectors.shape
+    very_wide = tasks * rows < columns
+    return task_vectors.dtype == torch.float32 and min(rows, columns) >= SMALL and not very_wide
 
 
 def heterogeneity(energies: list[float]) -> float:
@@ -208,7 +247,7 @@ def heterogeneity(energies: list[float]) -> float:
 
 def residual(experts: Experts, a: list[float], S: Gram, CS: Tensor, ridge: float, frame: Frame) -> Float[Tensor, "out in"]:
     """R = sum_t D_t (Stilde_t - mean_s Sreg_s), with the uncentred D_t = C_t + 1 mu_t^T (step 6)."""
-    R = torch.addr(CS, frame.ones_out, experts.mean_covariance(a))
+    R = torch.addr(CS, frame.ones_out.to(CS.dtype), experts.mean_covariance(a))
     for rows, D_sum in experts.sums():
         R[rows].sub_(S.times(D_sum).add_(D_sum, alpha=ridge), alpha=1 / len(a))
     return R
