@@ -42,6 +42,7 @@ def check(task_vectors: Tensor, grid: list[AceOptions], context: Context | None 
         assert merged.delta.dtype == alone.delta.dtype
         assert merged.facts.keys() == alone.facts.keys()
         assert merged.facts["branch"] == alone.facts["branch"]
+        assert merged.facts["precision"] == alone.facts["precision"]
         assert merged.facts.get("refined_directions") == alone.facts.get("refined_directions")
         assert merged.facts["ridge_share"] == pytest.approx(alone.facts["ridge_share"], rel=1e-12)
         if well_posed(reference(task_vectors, own)):
@@ -120,6 +121,20 @@ def test_in_the_core_of_adapters() -> None:
     grid = [AceOptions(epsilon=e, tau=tau, k_frac=k) for e, tau, k in product((1e-3, 1.0), (0.0, 9.0), (0.1, 0.2))]
     for own, merged in zip(grid, sweep(cores, grid, context), strict=True):
         assert error(merged.delta, ACE(cores, own, context).delta) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", [(520, 520), (520, 700), (700, 520)])
+def test_float32_where_a_merge_works_in_it(shape: tuple[int, int]) -> None:
+    """Each point in the precision of a merge of its own, and as near to float64 as that has to be."""
+    task_vectors = experts(3, *shape, "different", decay=0.5).float()
+    grid = [AceOptions(epsilon=e, tau=tau, k_frac=k) for e, tau, k in product((1e-9, 1e-3), (0.0, 9.0), (0.1, 0.6))]
+    swept = sweep(task_vectors, grid)
+    assert {merged.facts["precision"] for merged in swept} == {"float32", "float64"}
+    for own, merged in zip(grid, swept, strict=True):
+        alone = ACE(task_vectors, own)
+        assert merged.delta.dtype == alone.delta.dtype
+        assert merged.facts["precision"] == alone.facts["precision"]
+        assert error(merged.delta, ACE(task_vectors.double(), own).delta) <= 1e-4
 
 
 def test_nobody_changed_anything() -> None:

@@ -95,20 +95,45 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
     system, and the leading singular directions of heterogeneous tensors are refined. No data, no training.
     """
     options = options.resolve({})
+    frame = context.frame_of(task_vectors)
+    energies = [sum_of_squares(D) for D in task_vectors]
+    if not any(energies):
+        return nobody_changed(task_vectors)
     if float32_pays(task_vectors):
         with suppress(ArithmeticError):  # too ill-conditioned for it
-            return merge_in(torch.float32, task_vectors, options, context)
-    return merge_in(torch.float64, task_vectors, options, context)
+            return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float32), options, frame)
+    return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float64), options, frame)
 
 
-def merge_in(dtype: torch.dtype, task_vectors: Float[Tensor, "task out in"], options: AceOptions, context: Context) -> Merged:
-    """Steps 1 to 6; an ArithmeticError if float32 is not precise enough."""
-    frame = context.frame_of(task_vectors)
-    opinions = read_opinions(task_vectors, frame, dtype)
-    if opinions is None:
-        return nobody_changed(task_vectors)
+@dataclass(frozen=True)
+class Opinions:
+    """What the experts that changed this tensor say, whatever the options: steps 1 and 2."""
+
+    experts: Experts
+    energies: list[float]
+    traces: list[float]
+    gamma: float
+
+
+def read_opinions(
+    task_vectors: Float[Tensor, "task out in"], energies: list[float], frame: Frame, dtype: torch.dtype
+) -> Opinions:
+    """Without the experts that did not change this tensor: they have no opinion on it."""
+    changed = [t for t, energy in enumerate(energies) if energy > 0]
+    experts = Experts(task_vectors, changed, frame, centre=True, dtype=dtype)
+    energies = [energies[t] for t in changed]
+    return Opinions(experts, energies, experts.traces(energies), heterogeneity(energies))
+
+
+def nobody_changed(task_vectors: Float[Tensor, "task out in"]) -> Merged:
+    """Nothing to merge."""
+    return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
+
+
+def merge_opinions(opinions: Opinions, options: AceOptions, frame: Frame) -> Merged:
+    """Steps 3 to 6, in the experts' precision; an ArithmeticError if float32 is not precise enough."""
     experts = opinions.experts
-    heterogeneous = opinions.gamma > options.tau  # step 1
+    heterogeneous = opinions.gamma > options.tau
     a, e = covariance_weights(opinions.traces, options, heterogeneous)  # step 3
     ridge = math.fsum(e)
 
@@ -117,6 +142,7 @@ def merge_in(dtype: torch.dtype, task_vectors: Float[Tensor, "task out in"], opt
     R = residual(experts, a, S, CS, ridge, frame) if heterogeneous and options.refine else None
     N = experts.add_weighted(CS, e)  # sum_t C_t Sreg_t, in the place of CS
     P, rounding = closed_form(S, N, ridge, prior_strength(opinions, options, heterogeneous), frame)  # steps 4 and 5
+    check_precision(rounding, P.dtype)
     del S, N, CS  # as large as everything else here
 
     facts = describe(opinions, heterogeneous, a, e, frame)
@@ -127,35 +153,9 @@ def merge_in(dtype: torch.dtype, task_vectors: Float[Tensor, "task out in"], opt
     F = R.add_(P).double()
     leading = leading_directions(F, refined_directions(options, frame))
     if len(leading.values):
-        check_refinement(rounding, F, leading.values, dtype)
-        P.addmm_(leading.left.to(dtype), leading.right.to(dtype).T, alpha=float(leading.values.mean()))
+        check_precision(rounding * rounding_spread(F, leading.values), P.dtype)
+        P.addmm_(leading.left.to(P.dtype), leading.right.to(P.dtype).T, alpha=float(leading.values.mean()))
     return Merged(P, {**facts, "refined_directions": len(leading.values)})
-
-
-@dataclass(frozen=True)
-class Opinions:
-    """What the experts that changed this tensor say, whatever the options."""
-
-    experts: Experts
-    energies: list[float]
-    traces: list[float]
-    gamma: float
-
-
-def read_opinions(task_vectors: Float[Tensor, "task out in"], frame: Frame, dtype: torch.dtype) -> Opinions | None:
-    """Steps 1 and 2, without the experts that did not change this tensor: they have no opinion on it. None: nobody has."""
-    energies = [sum_of_squares(D) for D in task_vectors]
-    changed = [t for t, energy in enumerate(energies) if energy > 0]
-    if not changed:
-        return None
-    experts = Experts(task_vectors, changed, frame, centre=True, dtype=dtype)
-    energies = [energies[t] for t in changed]
-    return Opinions(experts, energies, experts.traces(energies), heterogeneity(energies))
-
-
-def nobody_changed(task_vectors: Float[Tensor, "task out in"]) -> Merged:
-    """Nothing to merge."""
-    return Merged(torch.zeros_like(task_vectors[0]), {"active_experts": 0})
 
 
 def describe(opinions: Opinions, heterogeneous: bool, a: list[float], e: list[float], frame: Frame) -> dict[str, Fact]:
@@ -179,6 +179,11 @@ def prior_strength(opinions: Opinions, options: AceOptions, heterogeneous: bool)
 def refined_directions(options: AceOptions, frame: Frame) -> int:
     """Step 6: k."""
     return math.floor(options.k_frac * min(frame.shape) + 1e-9)  # 0.3 * 10 is 2.9999... in floating point
+
+
+def rounding_spread(F: Float[Tensor, "out in"], values: Float[Tensor, " k"]) -> float:
+    """F's rounding is spread over all its directions, and divided by s_i in the i-th of U_k V_k^T."""
+    return math.sqrt(sum_of_squares(F) / min(F.shape) * float(values.pow(-2).mean()))
 
 
 def covariance_weights(traces: list[float], options: AceOptions, heterogeneous: bool) -> tuple[list[float], list[float]]:
@@ -213,15 +218,7 @@ def closed_form(
     divide = S.factorise(ridge)
     Z = divide(N)
     u = divide(c[None])[0]
-    rounding = rounding_error(size, divide, Z)
-    check_precision(rounding, Z.dtype)
-    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones))), rounding
-
-
-def check_refinement(rounding: float, F: Float[Tensor, "out in"], values: Float[Tensor, " k"], dtype: torch.dtype) -> None:
-    """Whether step 6 is precise: rounding of F is spread over its directions, and divided by s_i in the i-th of U_k V_k^T."""
-    each = math.sqrt(sum_of_squares(F) / min(F.shape))
-    check_precision(rounding * each * math.sqrt(float(values.pow(-2).mean())), dtype)
+    return Z.addr_(Z @ ones, u, alpha=-1 / (1 + float(u @ ones))), rounding_error(size, divide, Z)
 
 
 def check_precision(rounding: float, dtype: torch.dtype) -> None:

@@ -8,12 +8,14 @@
 
 tau only chooses the branch, so all tau on the same side of gamma are one setting. In the eigenbasis of S an epsilon would cost a
 product of the size of the solve it saves: finding that basis takes longer than factorising S for dozens of epsilons.
+
+As a merge does, float32 is tried first where it pays; settings that it is not precise enough for are left for float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,11 +25,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.frame import Frame
-from acemerge.linalg import Gram, leading_directions
+from acemerge.linalg import Gram, leading_directions, sum_of_squares
 from acemerge.methods.ace import (
     AceOptions,
     Opinions,
-    check_refinement,
+    check_precision,
     closed_form,
     covariance_weights,
     describe,
@@ -37,6 +39,7 @@ from acemerge.methods.ace import (
     read_opinions,
     refined_directions,
     residual,
+    rounding_spread,
 )
 from acemerge.methods.registry import Context, Merged
 from acemerge.methods.sweeps import AtPoints, shared_route
@@ -73,30 +76,33 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
 
 @shared_route("ace", float64_elements=_float64_elements)
 def ace_sweep(task_vectors: Float[Tensor, "task out in"], options: Sequence[AceOptions], context: Context) -> Iterator[AtPoints]:
-    """M at every setting: in float32 where that pays and is precise enough, the others in float64, as in a merge of their own."""
+    """M at every setting: in float32 where that is precise enough for it, all others in float64, as a merge does."""
     frame = context.frame_of(task_vectors)
-    opinions = read_opinions(task_vectors, frame, torch.float32 if float32_pays(task_vectors) else torch.float64)  # steps 1 and 2
-    if opinions is None:
+    energies = [sum_of_squares(D) for D in task_vectors]
+    if not any(energies):
         yield list(range(len(options))), nobody_changed(task_vectors)
         return
+    left = list(range(len(options)))
+    for dtype in [torch.float32, torch.float64] if float32_pays(task_vectors) else [torch.float64]:
+        opinions = read_opinions(task_vectors, energies, frame, dtype)  # steps 1 and 2
+        for found, merged in _merge_points({point: options[point].resolve({}) for point in left}, opinions, frame):
+            left = [point for point in left if point not in found]
+            yield found, merged
+        if not left:
+            return
+
+
+def _merge_points(options: Mapping[int, AceOptions], opinions: Opinions, frame: Frame) -> Iterator[AtPoints]:
+    """The results that the opinions' precision is good enough for."""
     points: dict[_Setting, list[int]] = {}
-    for point, own in enumerate(options):
-        points.setdefault(_setting(own.resolve({}), opinions, frame), []).append(point)
-    for setting, merged in _merge_all(list(points), opinions, frame):
-        yield points.pop(setting), merged
-    if points:
-        exact = read_opinions(task_vectors, frame, torch.float64)
-        assert exact is not None
-        for setting, merged in _merge_all(list(points), exact, frame):
-            yield points.pop(setting), merged
-
-
-def _merge_all(settings: Sequence[_Setting], opinions: Opinions, frame: Frame) -> Iterator[tuple[_Setting, Merged]]:
-    weightings = sorted({setting.a for setting in settings})
+    for point, own in options.items():
+        points.setdefault(_setting(own, opinions, frame), []).append(point)
+    weightings = sorted({setting.a for setting in points})
     sums = opinions.experts.weighted_covariances(weightings)
     for a in weightings:
         S, CS = sums.pop(0)
-        yield from _merge_settings(sorted(s for s in settings if s.a == a), opinions, S, CS, frame)
+        for setting, merged in _merge_settings(sorted(s for s in points if s.a == a), opinions, S, CS, frame):
+            yield points[setting], merged
 
 
 def _setting(options: AceOptions, opinions: Opinions, frame: Frame) -> _Setting:
@@ -110,19 +116,22 @@ def _setting(options: AceOptions, opinions: Opinions, frame: Frame) -> _Setting:
 def _merge_settings(
     settings: Sequence[_Setting], opinions: Opinions, S: Gram, CS: Float[Tensor, "out in"], frame: Frame
 ) -> Iterator[tuple[_Setting, Merged]]:
-    """Steps 3 to 6 for settings of the same weights a_t, without those for which float32 is not precise enough."""
+    """Steps 3 to 6 for settings of the same weights a_t; sorted, so that those with the same P come together."""
     experts, a = opinions.experts, list(settings[0].a)
+    # What float32 is not good enough for is left; float64 has to be.
+    precise_or_left = suppress(ArithmeticError) if experts.dtype == torch.float32 else nullcontext()
     E = experts.add_weighted(torch.zeros_like(CS), a)
     R_0 = D_sum = None
     if any(setting.k >= 0 for setting in settings):
         R_0 = residual(experts, a, S, CS, 0.0, frame)
         D_sum = torch.cat([block for _, block in experts.sums()])
-    for system, sharing in groupby(settings, lambda setting: setting.system):  # sorted: those with the same P come together
+    for system, sharing in groupby(settings, lambda setting: setting.system):
         e = [system.epsilon * weight for weight in a]
         ridge = math.fsum(e)
-        with suppress(ArithmeticError) if experts.dtype == torch.float32 else nullcontext():
-            N = torch.add(CS, E, alpha=system.epsilon)
-            P, rounding = closed_form(S.copy(), N, ridge, system.kappa, frame)  # steps 4 and 5
+        with precise_or_left:
+            # Steps 4 and 5.
+            P, rounding = closed_form(S.copy(), torch.add(CS, E, alpha=system.epsilon), ridge, system.kappa, frame)
+            check_precision(rounding, P.dtype)
             facts = describe(opinions, system.heterogeneous, a, e, frame)
             refined = []
             for setting in sharing:
@@ -132,26 +141,27 @@ def _merge_settings(
                     refined.append(setting)
             if refined and R_0 is not None and D_sum is not None:
                 F = torch.add(P, R_0).sub_(D_sum, alpha=ridge / len(a)).double()
-                for setting, (M, found) in zip(refined, _refine(P, F, rounding, [s.k for s in refined]), strict=True):
+                for setting, M, found in _refine(P, F, refined, rounding):
                     yield setting, Merged(M, {**facts, "refined_directions": found})
 
 
 def _refine(
-    P: Float[Tensor, "out in"], F: Float[Tensor, "out in"], rounding: float, counts: Sequence[int]
-) -> Iterator[tuple[Tensor, int]]:
-    """Step 6 for each k, in ascending order: P + mean(s_1..s_k) U_k V_k^T, and how many of the k directions there were."""
-    leading = leading_directions(F, counts[-1])
-    values = _largest_first(leading.values)
-    left, right = (_largest_first(side).to(P.dtype) for side in (leading.left, leading.right))
+    P: Float[Tensor, "out in"], F: Float[Tensor, "out in"], settings: Sequence[_Setting], rounding: float
+) -> Iterator[tuple[_Setting, Tensor, int]]:
+    """Step 6 for each k, in ascending order: P + mean(s_1..s_k) U_k V_k^T, and how many of the k directions there were.
+
+    A larger k has smaller s_k: where one is not precise enough, those after it are not either.
+    """
+    leading = leading_directions(F, settings[-1].k)
+    values, left, right = (_largest_first(x) for x in (leading.values, leading.left.to(P.dtype), leading.right.to(P.dtype)))
     directions, done = torch.zeros_like(P), 0
-    for k in counts:
-        found = min(k, len(values))
-        if found:
-            check_refinement(rounding, F, values[:found], P.dtype)
+    for setting in settings:
+        found = min(setting.k, len(values))
         directions.addmm_(left[:, done:found], right[:, done:found].T)
         done = found
-        strength = float(values[:found].mean()) if found else 0.0
-        yield torch.add(P, directions, alpha=strength), found
+        if found:
+            check_precision(rounding * rounding_spread(F, values[:found]), P.dtype)
+        yield setting, torch.add(P, directions, alpha=float(values[:found].mean()) if found else 0.0), found
 
 
 def _largest_first(ascending: Tensor) -> Tensor:
