@@ -2,9 +2,10 @@
 
     python benchmarks/growth.py          # some minutes; 3 GB of disk
 
-Every point is a whole `acemerge.merge` in a process of its own, start-up excluded: one thread, Llama shapes, bfloat16. Time is the
-processor's, hashing included, which other programs disturb less. Memory is anonymous memory beyond what the process took before. A row of the table says by what factor a doubling multiplies
-time and memory: 1 is flat, 2 is linear, 8 is cubic. Writes the figures as JSON and a plot.
+Every point is a whole `acemerge.merge` in a process of its own, start-up excluded: one thread, Llama shapes, bfloat16. Time is
+the processor's, hashing included, which other programs disturb less. Memory is anonymous and beyond what the process took before.
+A row of the table says by what factor a doubling multiplies time and memory: 1 is flat, 2 is linear, 8 is cubic. Writes
+the figures as JSON and a plot.
 """
 
 from __future__ import annotations
