@@ -5,7 +5,8 @@
 `cp` reads and writes base and experts; a merge reads them all and writes one model. What counts is bytes read and written per
 second, with the inputs in the page cache. `cp` returns before its copy is on the disk, a merge after; so `cp` is measured alone,
 and with `sync` of its copy. The merge's time is that of `acemerge.merge`, headers and hashes included, without the start of
-Python and torch. Runs alternate and are repeated; the median counts.
+Python and torch. It hashes its inputs, unless they are in the hub's cache, where a file's name is its hash: both are measured.
+Runs alternate and are repeated; the median counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,15 +26,17 @@ from footprint import run_command, watch
 from llamas import Llama, add_shapes, shapes_of, warm, write_models
 from record import FOLDER, machine, print_table, save
 
+from acemerge.input_hashes import content_sha256
+
 METHODS = ("average", "linear", "task_arithmetic")
 _CHILD = """
 import os, sys
 os.environ |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}  # as the command line does
 import torch, acemerge, acemerge.pipeline
-folder, method, threads, experts = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+output, method, threads, base, experts = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:]
 acemerge.merge_task_vectors(torch.randn(2, 64, 64), method=method)
 print("ready", flush=True); sys.stdin.readline()
-acemerge.merge(f"{folder}/base", [f"{folder}/{name}" for name in experts], f"{folder}/out", method=method, threads=threads)
+acemerge.merge(base, experts, output, method=method, threads=threads)
 print("done", flush=True); sys.stdin.readline()
 """
 
@@ -44,17 +47,32 @@ def copy(llama: Llama, folder: Path, then: str = "true") -> float:
     return run_command(["sh", "-c", f"mkdir {folder}/out && cp -r {models} {folder}/out && {then}"]).seconds
 
 
-def merge(llama: Llama, folder: Path, method: str, threads: int) -> float:
+def merge(models: Sequence[Path], output: Path, method: str, threads: int) -> float:
     """Seconds for a merge."""
-    return watch(_CHILD, str(folder), method, str(threads), *llama.expert_names).seconds
+    return watch(_CHILD, str(output), method, str(threads), *map(str, models)).seconds
+
+
+def as_in_the_hub_cache(model: Path) -> Path:
+    """The same model laid out as the hub's cache has it: each file is named by its hash, which need not be computed."""
+    weights, hub = model / "model.safetensors", model.parent / "hub" / model.name
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots" / "main").mkdir(parents=True)
+    blob = hub / "blobs" / content_sha256(weights)
+    blob.hardlink_to(weights)
+    (hub / "snapshots" / "main" / weights.name).symlink_to(blob)
+    shutil.copy(model / "config.json", hub / "snapshots" / "main")
+    return hub / "snapshots" / "main"
 
 
 def measure(llama: Llama, folder: Path, threads: int, repeats: int) -> dict[str, list[float]]:
     """Everything in turn, as often as asked."""
+    models = [folder / name for name in ("base", *llama.expert_names)]
+    cached = [as_in_the_hub_cache(model) for model in models]
     todo: dict[str, Callable[[], float]] = {
         "cp": partial(copy, llama, folder),
         "cp and sync": partial(copy, llama, folder, f"sync {folder}/out/*/*"),
-        **{method: partial(merge, llama, folder, method, threads) for method in METHODS},
+        **{method: partial(merge, models, folder / "out", method, threads) for method in METHODS},
+        **{f"{method}, hub cache": partial(merge, cached, folder / "out", method, threads) for method in METHODS},
     }
     seconds: dict[str, list[float]] = {name: [] for name in todo}
     for _ in range(repeats):

@@ -1,0 +1,64 @@
+"""The benchmarks of speed run, at sizes that CI can afford, and say what they found."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scripts import load_script
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
+TINY = "--layers 1 --hidden 64 --inner 128 --vocabulary 100 --experts 2".split()
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    load_script(f"benchmarks/{name}.py").main()
+
+
+def test_without_mergekit_the_comparison_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("MERGEKIT", raising=False)
+    run("end_to_end", monkeypatch)
+    assert "skipped: no mergekit" in capsys.readouterr().out
+
+
+@linux
+def test_a_large_merge_is_measured_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tmp_path / "results" / "large.json"
+    run("large", monkeypatch, *TINY, "--method", "task_arithmetic", "--folder", tmp_path, "--json", result)
+    found = json.loads(result.read_text())
+    assert found["peak_bytes"] > 10e6  # Python and torch alone take more
+    assert found["seconds"] > 0
+    assert found["input_bytes"] == 3 * 2 * sum(p.numel() for p in tensors_of(TINY).values())
+    assert list(tmp_path.iterdir()) == [tmp_path / "results"]
+
+
+@linux
+def test_bandwidth_is_measured_against_cp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("bandwidth", monkeypatch, *TINY, "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", tmp_path / "b.json")
+    rows = {row["command"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    assert rows["cp"]["of_cp"] == 1
+    assert rows["cp"]["bytes_moved"] == 6 / 4 * rows["average"]["bytes_moved"]
+    assert "| average |" in capsys.readouterr().out
+
+
+def tensors_of(arguments: list[str]) -> dict[str, torch.Tensor]:
+    llamas = load_script("benchmarks/llamas.py")
+    sizes = {name.removeprefix("--"): int(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    return {name: torch.empty(shape, device="meta") for name, shape in llamas.Llama(**sizes).tensors()}
+
+
+def test_experts_differ_from_the_base_and_from_each_other(tmp_path: Path) -> None:
+    llamas = load_script("benchmarks/llamas.py")
+    llamas.write_models(llamas.Llama(1, 64, 128, 100, 2), tmp_path)
+    base, one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "expert-1", "expert-2"))
+    assert list(base) == list(one) == list(other)
+    for name, weight in base.items():
+        changes = torch.stack([(expert[name].float() - weight.float()).flatten() for expert in (one, other)])
+        assert changes.std(1) == pytest.approx([0.003, 0.004], rel=0.5)
+        assert abs(float(torch.corrcoef(changes)[0, 1])) < 0.5
