@@ -4,29 +4,26 @@
     python benchmarks/sweep.py --experts 4 --width 256 --repeats 5
 
 One merge and one sweep take turns; the ratio is that of their medians, beside the smallest and largest ratio of a single turn.
-Only the method is timed, not reading and writing. Where all three tau lie on one side of the tensor's gamma, the merge is of that
-branch; where they lie on both, it is the heterogeneous one, the dearer. The last column is the largest relative difference
-between a point of the sweep and a merge of its own, over a point of each branch.
+Only the method is timed, not reading and writing. The merge is at the default epsilon and k_frac: where all three tau lie on one
+side of the tensor's gamma, in that branch; where they lie on both, in the heterogeneous one, the dearer. A merge in which float32
+proves too imprecise takes as long as two; so it says in which precision the merge and the 45 points were done. The last column is
+the largest relative difference between a point of the sweep and a merge of its own, over a point of each branch.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-import torch
-from torch import Tensor
+from layers import interleaved, make_experts, threads
 
-from acemerge.methods import Context, get_method
+from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.ace import AceOptions, heterogeneity
 from acemerge.methods.sweeps import merge_at_points
-from acemerge.pipeline import compute_threads
 
-EPSILONS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 K_FRACS = (0.1, 0.3, 0.5)
 TAUS = {
     "homogeneous": lambda gamma: (1.5 * gamma, 2 * gamma, 3 * gamma),
@@ -43,51 +40,41 @@ class Case:
     rows: int
     columns: int
     side: str
-
-    def task_vectors(self) -> Tensor:
-        """Random, of unequal strength, with the decaying spectrum that task vectors have."""
-        generator = torch.Generator().manual_seed(0)
-        decay = torch.arange(1, self.columns + 1) ** -0.5
-        strengths = torch.tensor([1e-3 * 1.6**t for t in range(self.experts)])
-        noise = torch.randn(self.experts, self.rows, self.columns, generator=generator)
-        return noise * decay * strengths[:, None, None]
+    smallest: float = 1e-6
+    """The smallest epsilon; the others are ten times the one before."""
 
     def grid(self, gamma: float) -> list[AceOptions]:
         """The 45 settings."""
-        return [AceOptions(epsilon=e, tau=tau, k_frac=k) for e, tau, k in product(EPSILONS, TAUS[self.side](gamma), K_FRACS)]
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """How long it takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+        epsilons = [self.smallest * 10**i for i in range(5)]
+        return [AceOptions(epsilon=e, tau=tau, k_frac=k) for e, tau, k in product(epsilons, TAUS[self.side](gamma), K_FRACS)]
 
 
 def measure(case: Case, repeats: int) -> str:
     """One line of the table."""
-    task_vectors, ace = case.task_vectors(), get_method("ace")
+    task_vectors, ace = make_experts(case.experts, (case.rows, case.columns)), get_method("ace")
     context = Context(experts=tuple(map(str, range(case.experts))))
     gamma = heterogeneity([float(D.double().square().sum()) for D in task_vectors])
     grid = case.grid(gamma)
     one = AceOptions(epsilon=1e-5, tau=min(options.tau for options in grid), k_frac=0.3)
-    turns = []
-    for turn in range(repeats + 1):
-        merge = seconds(lambda: ace(task_vectors, one, context))
-        sweep = seconds(lambda: [None for _ in merge_at_points(ace, task_vectors, grid, [context] * len(grid))])
-        if turn:  # the first is for warming up
-            turns.append((merge, sweep))
+
+    def sweep() -> Iterator[tuple[list[int], Merged]]:
+        return merge_at_points(ace, task_vectors, grid, [context] * len(grid))
+
+    routes = {"merge": lambda: ace(task_vectors, one, context), "sweep": lambda: [None for _ in sweep()]}
+    turns = [interleaved(routes, 1) for _ in range(repeats + 1)][1:]  # the first is for warming up
+    merge, whole = (statistics.median(turn[name] for turn in turns) for name in routes)
+    single = sorted(turn["sweep"] / turn["merge"] for turn in turns)
     checked = {grid.index(o): o for o in (min(grid, key=lambda o: o.tau), max(grid, key=lambda o: o.tau))}
-    worst = 0.0
-    for points, merged in merge_at_points(ace, task_vectors, grid, [context] * len(grid)):
+    worst, in_float32 = 0.0, 0
+    for points, merged in sweep():
+        in_float32 += len(points) * (merged.facts["precision"] == "float32")
         for point in checked.keys() & set(points):
             own = ace(task_vectors, checked[point], context).delta
             worst = max(worst, float((merged.delta - own).norm() / own.norm()))
-    merge, sweep = (statistics.median(column) for column in zip(*turns, strict=True))
-    single = sorted(sweep / merge for merge, sweep in turns)
+    precision = ace(task_vectors, one, context).facts["precision"]
     return (
-        f"{case.rows}x{case.columns:<6} {case.side:14} {merge:8.2f} {sweep:8.2f} {sweep / merge:7.2f}   "
-        f"{single[0]:.2f} to {single[-1]:.2f}   {worst:.0e}"
+        f"{f'{case.rows}x{case.columns}':10} {case.side:14} {precision} {in_float32:7} {merge:9.2f} {whole:8.2f} "
+        f"{whole / merge:7.2f}   {single[0]:.2f} to {single[-1]:.2f}   {worst:.0e}"
     )
 
 
@@ -96,12 +83,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("experts", 8), ("width", 768), ("repeats", 5), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--smallest", type=float, default=1e-6, help="epsilon; four more, each ten times the one before")
     given = parser.parse_args()
-    print("tensor     tau are       merge, s sweep, s   ratio   of single turns   difference")
-    with compute_threads(given.threads):
+    print("tensor     the tau are    merge in float32  merge, s sweep, s   ratio   of single turns   difference")
+    with threads(given.threads):
         for rows, columns in ((1, 1), (1, 4), (4, 1)):
             for side in TAUS:
-                case = Case(given.experts, rows * given.width, columns * given.width, side)
+                case = Case(given.experts, rows * given.width, columns * given.width, side, given.smallest)
                 print(measure(case, given.repeats), flush=True)
 
 

@@ -286,10 +286,13 @@ def _leading_right_vectors(
     return torch.cat([tail, head], dim=1)
 
 
+_FEW_DIRECTIONS = 0.4
+
+
 def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "n k"]]:
     """The k > 0 largest eigenpairs, in ascending order, of a symmetric matrix given by its lower triangle (overwritten)."""
     n = gram.shape[0]
-    if uses_lapack(gram):
+    if uses_lapack(gram) and k <= _FEW_DIRECTIONS * n:
         # The row-major lower triangle is the Fortran upper one.
         values, vectors = scipy.linalg.eigh(
             gram.numpy().T,
@@ -300,6 +303,9 @@ def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tenso
             check_finite=False,
         )
         return torch.from_numpy(values), torch.from_numpy(vectors)
+    if uses_lapack(gram):  # divide and conquer finds all of them sooner than bisection finds that many
+        found = scipy.linalg.eigh(gram.numpy().T, lower=False, driver="evd", overwrite_a=True, check_finite=False)
+        return torch.from_numpy(found[0][n - k :]), torch.from_numpy(found[1][:, n - k :])
     all_values, all_vectors = torch.linalg.eigh(gram, UPLO="L")
     return all_values[n - k :], all_vectors[:, n - k :]
 
