@@ -52,7 +52,7 @@ kill: setup  ## kill a merge at every one of its file-system operations
 	  code=$$?; rm -rf "$$folder"; [ $$code = 0 ] || exit $$code; \
 	done
 
-BENCHMARKS = bandwidth growth end_to_end
+BENCHMARKS = ace_speed methods_speed sweep bandwidth growth end_to_end
 bench: setup  ## every quick benchmark in turn; MERGEKIT=ENV/bin/mergekit-yaml to compare with it too
 	for name in $(BENCHMARKS); do echo "## $$name" && $(BIN)/python benchmarks/$$name.py || exit 1; done
 

@@ -11,7 +11,6 @@ matrices measured in the same run, in the precision that the route worked in.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from layers import BLOCKS, gemm_rate, interleaved, make_experts, threads
 from published import published_ace
+from record import FOLDER, machine, save
 from torch import Tensor
 
 from acemerge.methods import Merged, get_method
@@ -121,15 +121,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(BLOCKS), default=list(BLOCKS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, os.cpu_count() or 1])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where to write the measurements")
+    parser.add_argument("--json", type=Path, default=FOLDER / "ace_speed.json", help="where to write the measurements")
     arguments = parser.parse_args()
+    where = machine()
     timings: list[Timing] = []
     for count in dict.fromkeys(arguments.threads):
         for model in arguments.models:
             timings += measure(model, count, arguments.repeats)
     print("\n".join(show(timings)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1) + "\n")
+    save(arguments.json, where, {"timings": [asdict(own) for own in timings]})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the block's largest matrix, beyond what it held with the task vectors loaded.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from typing import Any
 from footprint import watch
 from layers import BLOCKS, interleaved, make_experts, threads
 from published import published_ace, published_iso_cts, published_tsv_m, published_wudi
+from record import FOLDER, machine, save
 from torch import Tensor
 
 from acemerge.methods import get_method
@@ -128,8 +128,9 @@ def main() -> None:
     parser.add_argument("--model", choices=list(BLOCKS), default="vit-l14")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where to write the measurements")
+    parser.add_argument("--json", type=Path, default=FOLDER / "methods_speed.json", help="where to write the measurements")
     arguments = parser.parse_args()
+    where = machine()
     with threads(arguments.threads):
         seconds = block_seconds(arguments.model, arguments.repeats)
     costs = []
@@ -139,8 +140,7 @@ def main() -> None:
     block = BLOCKS[arguments.model]
     print(f"One block of {block.name}, {block.tasks} experts, {arguments.threads} threads\n")
     print("\n".join(show(costs)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n")
+    save(arguments.json, where, {"model": arguments.model, "threads": arguments.threads, "costs": [asdict(own) for own in costs]})
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from acemerge.methods import Context, Merged, get_method
+from acemerge.methods import Merged, get_method
 from acemerge.methods.ace import SMALL
-from acemerge.methods.sweeps import merge_at_points
 
 ACE = get_method("ace")
 SHAPES = {"square": (SMALL, SMALL), "tall": (SMALL + 300, SMALL), "wide": (SMALL, SMALL + 300)}
@@ -64,17 +63,3 @@ def test_small_matrices_are_float64() -> None:
 def test_very_wide_matrices_are_float64() -> None:
     """Their dual system subtracts what is almost equal."""
     assert merge(experts((SMALL, 2 * SMALL + 1), 0.0, tasks=2), "homogeneous").facts["precision"] == "float64"
-
-
-def test_a_sweep_chooses_the_precision_of_each_point() -> None:
-    given = experts(SHAPES["wide"], 0.5)
-    grid = [{"epsilon": epsilon, "k_frac": k_frac, "tau": 0.0} for epsilon in (1e-9, 1e-3) for k_frac in (0.1, 0.5)]
-    options = [ACE.options(point) for point in grid]
-    found = {
-        index: merged for indices, merged in merge_at_points(ACE, given, options, [Context()] * len(options)) for index in indices
-    }
-    assert {found[index].facts["precision"] for index in range(len(grid))} == {"float32", "float64"}
-    for index, own in enumerate(options):
-        alone = ACE(given, own)
-        assert found[index].facts == alone.facts
-        assert torch.linalg.norm(found[index].delta - alone.delta) <= 1e-4 * torch.linalg.norm(alone.delta)
