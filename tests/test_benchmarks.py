@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from acemerge import merge_task_vectors
 from scripts import load_script
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
@@ -62,3 +63,33 @@ def test_experts_differ_from_the_base_and_from_each_other(tmp_path: Path) -> Non
         changes = torch.stack([(expert[name].float() - weight.float()).flatten() for expert in (one, other)])
         assert changes.std(1) == pytest.approx([0.003, 0.004], rel=0.5)
         assert abs(float(torch.corrcoef(changes)[0, 1])) < 0.5
+
+
+@pytest.mark.parametrize("heterogeneous", [False, True])
+def test_the_published_ace_is_the_same_merge(heterogeneous: bool) -> None:
+    experts = load_script("benchmarks/layers.py").make_experts(4, (24, 16)).double()
+    published = load_script("benchmarks/published.py").published_ace(experts, heterogeneous)
+    ours = merge_task_vectors(experts, method="ace", epsilon=1e-5, tau=0.0 if heterogeneous else 1e9)
+    torch.testing.assert_close(published, ours, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("method", "options"), [("tsv_m", {}), ("iso_cts", {}), ("wudi", {"steps": 20})])
+def test_the_other_published_methods_are_the_same_merges(method: str, options: dict[str, int]) -> None:
+    experts = load_script("benchmarks/layers.py").make_experts(3, (24, 16)).double()
+    published = getattr(load_script("benchmarks/published.py"), f"published_{method}")(experts, **options)
+    torch.testing.assert_close(published, merge_task_vectors(experts, method=method, **options), rtol=1e-6, atol=1e-9)
+
+
+@linux
+def test_methods_are_measured_against_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("methods_speed", monkeypatch, "--model", "small", "--threads", "1", "--json", tmp_path / "m.json")
+    costs = json.loads((tmp_path / "m.json").read_text())["costs"]
+    assert {cost["method"] for cost in costs} == {"ace", "tsv_m", "iso_cts", "wudi 300 steps", "wudi 1000 steps"}
+    assert {cost["who"] for cost in costs} == {"ours", "published"}
+
+
+def test_ace_is_measured_against_the_published_procedure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("ace_speed", monkeypatch, "--models", "small", "--threads", "1", "--repeats", "1", "--json", tmp_path / "a.json")
+    timings = json.loads((tmp_path / "a.json").read_text())["timings"]
+    assert len(timings) == 4 * 2  # matrices, branches
+    assert all(timing["published_error"] < 1e-3 for timing in timings)
