@@ -71,6 +71,7 @@ def run_command(command: Sequence[str | Path], environment: Mapping[str, str] | 
     seconds, after = time.perf_counter() - started, os.times()
     if code:
         raise SystemExit(f"{command[0]} ended with {code}:\n{log.read_text()[-2000:]}")
+    print(f"{seconds:8.1f} s  {peak / 1e6:8.0f} MB  {' '.join(map(str, command))[:90]}", file=sys.stderr, flush=True)
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     return Run(seconds, cpu, peak)
 
