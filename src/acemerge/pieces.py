@@ -107,8 +107,16 @@ def merge_pieces(stored: Stored, merge: Callable[[Tensor], Tensor], value: Float
     return MergedPieces(energies, math.fsum(piece[1] for piece in found), all(piece[2] for piece in found))
 
 
+_ROW = 256
+
+
 def _squared_norm(x: Float[Tensor, " piece"]) -> float:
-    """|x|^2 in float64."""
+    """|x|^2: float32 in short rows, whose sums are added in float64. Where squares may leave its range, all in float64."""
+    if x.dtype == torch.float32 and len(x) % _ROW == 0:
+        rows = x.view(-1, _ROW)
+        total = float(torch.linalg.vecdot(rows, rows).sum(dtype=torch.float64))
+        if 1e-30 < total < math.inf:
+            return total
     wide = x.double()
     return float(torch.dot(wide, wide))
 
