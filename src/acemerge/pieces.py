@@ -20,6 +20,7 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 _ENTRIES = 2**19  # of all task vectors of a piece: 2 MiB in float32; with fewer, Python takes longer than the arithmetic
+_RUN = 1024  # pieces are whole numbers of these, but for a tensor's last
 _PART = 2**20  # entries of a tensor that a thread takes at a time
 
 
@@ -32,8 +33,8 @@ class Stored:
 
     @property
     def piece(self) -> int:
-        """Entries of a piece; rows of it begin at whole cache lines."""
-        return max(1, _ENTRIES // len(self.experts) // 1024) * 1024
+        """Entries of a piece."""
+        return max(1, _ENTRIES // len(self.experts) // _RUN) * _RUN
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,11 +96,11 @@ def merge_pieces(stored: Stored, merge: Callable[[Tensor], Tensor], value: Float
     """Write W0 + merge(task vectors) into `value`, rounded to its dtype; `merge` gives memory that may be written to."""
 
     def merge_piece(piece: Piece) -> tuple[list[float], float, bool]:
-        energies = [_squared_norm(task_vector) for task_vector in piece.task_vectors]
+        energies = squared_norms(piece.task_vectors)
         delta = merge(piece.task_vectors)
-        merged_energy = _squared_norm(delta)
+        (merged_energy,) = squared_norms(delta[None])
         written = value[piece.where].copy_(delta.add_(piece.base))
-        return energies, merged_energy, math.isfinite(written.sum(dtype=torch.float64))
+        return energies, merged_energy, math.isfinite(written.sum()) or bool(written.isfinite().all())
 
     found = stored.each(merge_piece)
     # Sums of squares are added exactly, so that it does not matter how the tensor was cut.
@@ -107,16 +108,17 @@ def merge_pieces(stored: Stored, merge: Callable[[Tensor], Tensor], value: Float
     return MergedPieces(energies, math.fsum(piece[1] for piece in found), all(piece[2] for piece in found))
 
 
-_ROW = 256
+def squared_norms(rows: Float[Tensor, "task piece"]) -> list[float]:
+    """|x_t|^2: to 3e-7 by short runs in float32 whose squares are added in float64; in float64 where float32 may not do."""
+    if rows.dtype != torch.float32 or rows.shape[1] % _RUN:
+        return [_squared_norm(row) for row in rows]
+    runs = torch.linalg.vector_norm(rows.view(len(rows), -1, _RUN), dim=2).double()
+    energies: list[float] = runs.square().sum(1).tolist()
+    # Beyond these bounds squares leave float32's range, up or down.
+    return [energy if 1e-20 < energy < 1e35 else _squared_norm(row) for energy, row in zip(energies, rows, strict=True)]
 
 
 def _squared_norm(x: Float[Tensor, " piece"]) -> float:
-    """|x|^2: float32 in short rows, whose sums are added in float64. Where squares may leave its range, all in float64."""
-    if x.dtype == torch.float32 and len(x) % _ROW == 0:
-        rows = x.view(-1, _ROW)
-        total = float(torch.linalg.vecdot(rows, rows).sum(dtype=torch.float64))
-        if 1e-30 < total < math.inf:
-            return total
     wide = x.double()
     return float(torch.dot(wide, wide))
 
