@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from layers import BLOCKS, gemm_rate, interleaved, make_experts, threads
+from layers import BLOCKS, gemm_rate, interleaved, make_experts
 from published import published_ace
 from record import FOLDER, machine, save
 from torch import Tensor
 
 from acemerge.methods import Merged, get_method
+from acemerge.pipeline import compute_threads
 
 ACE = get_method("ace")
 
@@ -67,7 +69,7 @@ def our_ace(task_vectors: Tensor, heterogeneous: bool) -> Merged:
 def measure(model: str, count: int, repeats: int) -> Iterator[Timing]:
     """Every matrix of a block, in both branches."""
     block = BLOCKS[model]
-    with threads(count):
+    with compute_threads(count):
         rates = {"float32": gemm_rate(torch.float32), "float64": gemm_rate(torch.float64)}
         for shape, times in block.matrices.items():
             given = make_experts(block.tasks, shape)
@@ -127,7 +129,9 @@ def main() -> None:
     timings: list[Timing] = []
     for count in dict.fromkeys(arguments.threads):
         for model in arguments.models:
-            timings += measure(model, count, arguments.repeats)
+            for timing in measure(model, count, arguments.repeats):
+                print(timing, file=sys.stderr, flush=True)
+                timings.append(timing)
     print("\n".join(show(timings)))
     save(arguments.json, where, {"timings": [asdict(own) for own in timings]})
 

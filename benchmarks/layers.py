@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 
@@ -50,18 +48,6 @@ def make_experts(tasks: int, shape: tuple[int, int]) -> Float[Tensor, "task out 
         torch.mm(left, torch.randn(rank, columns, generator=generator), out=vectors[t])
         vectors[t] *= (0.1 + 0.3 * t / max(1, tasks - 1)) / float(vectors[t].norm())
     return vectors
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Torch and the BLAS libraries alike on so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        with threadpool_limits(limits=count):
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def interleaved(routes: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from footprint import watch
-from layers import BLOCKS, interleaved, make_experts, threads
+from layers import BLOCKS, interleaved, make_experts
 from published import published_ace, published_iso_cts, published_tsv_m, published_wudi
 from record import FOLDER, machine, save
 from torch import Tensor
 
 from acemerge.methods import get_method
+from acemerge.pipeline import compute_threads
 
 FEW_STEPS, MORE_STEPS = 2, 6
 
@@ -90,11 +91,11 @@ def block_seconds(model: str, repeats: int) -> dict[str, float]:
 _CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from methods_speed import BLOCKS, ROUTES, FEW_STEPS, make_experts, threads, wudi
+from methods_speed import BLOCKS, ROUTES, FEW_STEPS, compute_threads, make_experts, wudi
 model, name, count = sys.argv[2], sys.argv[3], int(sys.argv[4])
 routes = {**ROUTES, **wudi(FEW_STEPS)}
 shape = max(BLOCKS[model].matrices, key=lambda shape: (shape[0] * shape[1], shape[1]))
-with threads(count):
+with compute_threads(count):
     routes[name](make_experts(2, (64, 64)))
     given = make_experts(BLOCKS[model].tasks, shape)
     print("ready", flush=True); sys.stdin.readline()
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=FOLDER / "methods_speed.json", help="where to write the measurements")
     arguments = parser.parse_args()
     where = machine()
-    with threads(arguments.threads):
+    with compute_threads(arguments.threads):
         seconds = block_seconds(arguments.model, arguments.repeats)
     costs = []
     for name, own in seconds.items():

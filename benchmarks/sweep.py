@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from layers import interleaved, make_experts, threads
+from layers import interleaved, make_experts
 
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.ace import AceOptions, heterogeneity
 from acemerge.methods.sweeps import merge_at_points
+from acemerge.pipeline import compute_threads
 
 K_FRACS = (0.1, 0.3, 0.5)
 TAUS = {
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--smallest", type=float, default=1e-6, help="epsilon; four more, each ten times the one before")
     given = parser.parse_args()
     print("tensor     the tau are    merge in float32  merge, s sweep, s   ratio   of single turns   difference")
-    with threads(given.threads):
+    with compute_threads(given.threads):
         for rows, columns in ((1, 1), (1, 4), (4, 1)):
             for side in TAUS:
                 case = Case(given.experts, rows * given.width, columns * given.width, side, given.smallest)

@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+import acemerge
 
 
 def base_tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -55,3 +58,13 @@ def write_models(folder: Path, experts: int = 3) -> Models:
         write_model(folder / "base", base),
         [write_model(folder / f"expert-{i}", fine_tuned(base, i)) for i in range(experts)],
     )
+
+
+def merge_into_shards(models: Models, output: Path, method: str = "emr", **keywords: Any) -> None:
+    """Several shards; emr makes a statistics pass, and writes shared/ and tasks/ besides."""
+    acemerge.merge(models.base, models.experts, output, method=method, shard_size="1kB", **keywords)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -15,7 +15,6 @@ import ray
 import torch
 from ray import cloudpickle
 
-import acemerge
 from acemerge import InputError, MergeError
 from acemerge.data.measured import Measured, keep
 from acemerge.engine import local
@@ -30,21 +29,12 @@ from acemerge.resources import check_resources, needed_space
 from acemerge.statistics import gather_statistics
 from acemerge.task_vectors import MergedTensor, merge_tensor
 from child import command, in_child
-from small_models import Models, write_models
+from small_models import Models, merge_into_shards, tree, write_models
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Models:
     return write_models(tmp_path / "models")
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def merge(models: Models, output: Path, method: str = "emr", **keywords: Any) -> None:
-    """Two shards; emr makes a statistics pass, and writes shared/ and tasks/ besides."""
-    acemerge.merge(models.base, models.experts, output, method=method, shard_size="1kB", **keywords)
 
 
 # --- several devices ---------------------------------------------------------------------------------------------------
@@ -54,7 +44,7 @@ def merge(models: Models, output: Path, method: str = "emr", **keywords: Any) ->
 def test_several_devices_give_the_bytes_of_one(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    merge(models, tmp_path / "one", method)
+    merge_into_shards(models, tmp_path / "one", method)
     both, threads = Barrier(2), set()
 
     def together(*arguments: Any) -> MergedTensor:
@@ -64,7 +54,7 @@ def test_several_devices_give_the_bytes_of_one(
         return merge_tensor(*arguments)
 
     monkeypatch.setattr(local, "merge_tensor", together)
-    merge(models, tmp_path / "two", method, device="cpu,cpu", quiet=False)
+    merge_into_shards(models, tmp_path / "two", method, device="cpu,cpu", quiet=False)
     assert len(threads) == 2
     assert tree(tmp_path / "two") == tree(tmp_path / "one")
     assert "6/6 tensors" in capfd.readouterr().err
@@ -78,11 +68,11 @@ def test_a_failure_on_one_device_ends_the_work_on_all(models: Models, tmp_path: 
 
     monkeypatch.setattr(local, "merge_tensor", failing)
     with pytest.raises(MergeError, match="this tensor is wrong"):
-        merge(models, tmp_path / "out", device="cpu,cpu")
+        merge_into_shards(models, tmp_path / "out", device="cpu,cpu")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    merge(models, tmp_path / "out", device="cpu,cpu")
-    merge(models, tmp_path / "whole")
+    merge_into_shards(models, tmp_path / "out", device="cpu,cpu")
+    merge_into_shards(models, tmp_path / "whole")
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
@@ -163,8 +153,8 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("short_folder")
 def test_without_a_cluster_one_is_started_and_stopped(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    merge(models, tmp_path / "local", "ace")
-    merge(models, tmp_path / "ray", "ace", engine="ray")
+    merge_into_shards(models, tmp_path / "local", "ace")
+    merge_into_shards(models, tmp_path / "ray", "ace", engine="ray")
     assert tree(tmp_path / "ray") == tree(tmp_path / "local")
     assert not ray.is_initialized()
 
@@ -191,4 +181,4 @@ def test_mistakes_are_told_before_any_work(models: Models, tmp_path: Path, flags
 def test_a_missing_ray_is_named(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"pip install 'acemerge\[cluster\]'"):
-        merge(models, tmp_path / "out", engine="ray")
+        merge_into_shards(models, tmp_path / "out", engine="ray")

@@ -29,7 +29,7 @@ from acemerge.engine.ray_task import write_shard
 from data_statistics import write_rows
 from interruption import stop_at
 from running import run_command
-from small_models import Models, write_models
+from small_models import Models, merge_into_shards, tree, write_models
 
 Task = Callable[[Any, str, Path, str, int], Iterator[Any]]
 
@@ -52,15 +52,6 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def models(tmp_path: Path) -> Models:
     return write_models(tmp_path / "models")
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def merge(models: Models, output: Path, method: str = "emr", **keywords: Any) -> None:
-    """Several shards; emr makes a statistics pass, and writes shared/ and tasks/ besides."""
-    acemerge.merge(models.base, models.experts, output, method=method, shard_size="1kB", **keywords)
 
 
 def wait_for(file: Path) -> str:
@@ -100,11 +91,11 @@ def is_alive(process: int) -> bool:
 def test_a_killed_worker_is_replaced_and_the_bytes_are_those_of_a_local_merge(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    merge(models, tmp_path / "local")
+    merge_into_shards(models, tmp_path / "local")
     monkeypatch.setattr(ray_engine, "write_shard", hanging_once(tmp_path / "first"))
     killing = Thread(target=lambda: os.kill(int(wait_for(tmp_path / "first")), signal.SIGKILL))
     killing.start()
-    merge(models, tmp_path / "ray", engine="ray", quiet=False)
+    merge_into_shards(models, tmp_path / "ray", engine="ray", quiet=False)
     killing.join()
     assert tree(tmp_path / "ray") == tree(tmp_path / "local")
     assert [path.name for path in tmp_path.glob("ray*")] == ["ray"]
@@ -125,17 +116,17 @@ def test_a_shard_that_kills_every_worker_ends_the_merge(models: Models, tmp_path
     monkeypatch.setattr(ray_engine, "TRIES", 2)
     monkeypatch.setattr(ray_engine, "write_shard", deadly)
     with pytest.raises(MergeError, match=r"^model-00002.*its worker died 2 times"):
-        merge(models, tmp_path / "out", engine="ray")
+        merge_into_shards(models, tmp_path / "out", engine="ray")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("cluster")
 def test_what_a_local_run_finished_is_not_done_again(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    merge(models, tmp_path / "whole")
+    merge_into_shards(models, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
         with pytest.raises(KeyboardInterrupt):
-            merge(models, tmp_path / "out")
+            merge_into_shards(models, tmp_path / "out")
     finished = json.loads((tmp_path / "out.partial" / ".acemerge-state.json").read_text())["finished"].keys()
     started: set[str] = set()
 
@@ -145,7 +136,7 @@ def test_what_a_local_run_finished_is_not_done_again(models: Models, tmp_path: P
 
     run = ray_engine.RayEngine.run
     monkeypatch.setattr(ray_engine.RayEngine, "run", noting)
-    merge(models, tmp_path / "out", engine="ray")
+    merge_into_shards(models, tmp_path / "out", engine="ray")
     assert finished
     assert started
     assert not finished & started
@@ -168,7 +159,7 @@ def test_interrupting_ends_the_workers_and_leaves_nothing(
     interrupting.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            merge(models, tmp_path / "out", engine="ray")
+            merge_into_shards(models, tmp_path / "out", engine="ray")
     finally:
         interrupting.join()
         signal.signal(signal.SIGINT, handler)
@@ -196,9 +187,9 @@ def test_a_users_error_reads_as_it_does_locally_and_is_not_tried_again(
 @pytest.mark.usefixtures("cluster")
 def test_a_cluster_without_room_is_reported_before_any_work(models: Models, tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match="none of its 1 machines has 1000 CPUs"):
-        merge(models, tmp_path / "out", engine="ray", threads=1000)
+        merge_into_shards(models, tmp_path / "out", engine="ray", threads=1000)
     with pytest.raises(InputError, match=r"has called ray\.init already"):
-        merge(models, tmp_path / "out", engine="ray", ray_address="auto")
+        merge_into_shards(models, tmp_path / "out", engine="ray", ray_address="auto")
     assert not list(tmp_path.glob("out*"))
 
 
