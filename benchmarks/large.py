@@ -22,7 +22,7 @@ from footprint import run_command
 from llamas import Llama, add_shapes, shapes_of, write_models
 from record import FOLDER, machine, print_table, save
 
-EIGHT_OF_FOUR_GB = Llama(layers=160, hidden=1024, inner=2816, vocabulary=32_000, experts=8)
+EIGHT_OF_FOUR_GB = Llama(layers=290, hidden=768, inner=2048, vocabulary=32_000, experts=8)
 
 
 def forget(folder: Path) -> None:
