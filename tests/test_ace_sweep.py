@@ -161,14 +161,14 @@ def test_covariances_are_formed_once_for_both_branches(monkeypatch: pytest.Monke
     from acemerge.covariance import Experts
 
     formed = 0
-    original = Experts._add_through_covariance
+    original = Experts._covariance
 
-    def counted(self: Experts, *arguments: Any) -> None:
+    def counted(self: Experts, t: int) -> Tensor:
         nonlocal formed
         formed += 1
-        original(self, *arguments)
+        return original(self, t)
 
-    monkeypatch.setattr(Experts, "_add_through_covariance", counted)
+    monkeypatch.setattr(Experts, "_covariance", counted)
     grid = [AceOptions(epsilon=e, tau=tau) for e, tau in product(EPSILONS, (0.0, 9.0))]
     sweep(experts(3, 20, 10, "different"), grid)
     assert formed == 3  # one per expert

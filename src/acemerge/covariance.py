@@ -9,7 +9,7 @@ of rows at a time, without T Gram matrices and without a converted copy of the e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -21,12 +21,21 @@ from acemerge.linalg import (
     Gram,
     PrimalGram,
     add_gram,
+    add_product,
     add_symmetric_product,
     mirror_lower,
     pseudo_inverse,
     row_blocks,
+    shared_rows,
     sum_of_squares,
 )
+from acemerge.threads import available_threads, share
+
+AT_ONCE = 4
+"""Experts whose Gram matrices may be in memory together, for threads to form."""
+
+Weighted = Sequence[tuple[int, float]]
+"""Experts and their a_t."""
 
 _ROUNDING = 2.0**-44  # of what centring subtracts: what is left of a matrix whose rows are all equal
 
@@ -51,7 +60,7 @@ class Experts:
         self._rows, self._columns = task_vectors.shape[1:]
         self._ones, self._ones_squared = frame.ones_out.to(dtype), frame.shape[0]
         self._device = task_vectors.device
-        self._means = [self._column_means(D) if centre else self._double(self._columns) for D in self._deltas]
+        self._means = share(self._column_means if centre else lambda _: self._double(self._columns), self._deltas)
 
     def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
         total = self._double(self._columns)
@@ -67,7 +76,7 @@ class Experts:
 
     def _centred(self, t: int, rows: slice) -> Float[Tensor, "rows in"]:
         means = self._means[t].to(self.dtype)
-        return self._deltas[t][rows].to(self.dtype, copy=True).addr_(self._ones[rows], means, alpha=-1)
+        return torch.addr(self._deltas[t][rows].to(self.dtype), self._ones[rows], means, alpha=-1)
 
     def traces(self, energies: Sequence[float]) -> list[float]:
         """tr_t = |C_t|_F^2, given |tau_t|_F^2; exactly 0 where only the column means changed, up to rounding of those means."""
@@ -80,29 +89,34 @@ class Experts:
             trace = math.fsum(sum_of_squares(self._centred(t, rows)) for rows in row_blocks(self._rows, self._columns))
         return trace if trace > _ROUNDING**2 * removed else 0.0
 
-    def sums(self) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
-        """sum_t tau_t, a block of rows at a time."""
-        for rows in row_blocks(self._rows, self._columns):
-            total = self._deltas[0][rows].to(self.dtype, copy=True)
-            for D in self._deltas[1:]:
-                total += D[rows]
-            yield rows, total
+    def sum(self, rows: slice) -> Float[Tensor, "rows in"]:
+        """sum_t tau_t, a block of its rows."""
+        total = self._deltas[0][rows].to(self.dtype, copy=True)
+        for D in self._deltas[1:]:
+            total += D[rows]
+        return total
 
     def add_weighted(self, total: Float[Tensor, "out in"], weights: Sequence[float]) -> Float[Tensor, "out in"]:
         """total + sum_t weight_t C_t, in place."""
-        for t, weight in enumerate(weights):
-            for rows in row_blocks(self._rows, self._columns):
+
+        def add_to(rows: slice) -> None:
+            for t, weight in enumerate(weights):
                 total[rows].add_(self._centred(t, rows), alpha=weight)
+
+        share(add_to, shared_rows(total))
         return total
 
     def mean_covariance(self, a: Sequence[float]) -> Float[Tensor, " in"]:
         """sum_t a_t mu_t^T S_t, a row: what centring removed from sum_t a_t tau_t S_t."""
-        total = self._zeros(self._columns)
-        for t, weight in enumerate(a):
+
+        def own(t: int) -> Tensor:
+            total = self._zeros(self._columns)
             for rows in row_blocks(self._rows, self._columns):
                 C = self._centred(t, rows)
-                total.addmv_(C.T, C @ self._means[t].to(self.dtype), alpha=weight)
-        return total
+                total.addmv_(C.T, C @ self._means[t].to(self.dtype), alpha=a[t])
+            return total
+
+        return torch.stack(share(own, range(len(a)))).sum(0)
 
     def weighted_covariance(self, a: Sequence[float]) -> tuple[Gram, Float[Tensor, "out in"]]:
         """S = sum_t a_t S_t and sum_t a_t C_t S_t, each product formed on its smaller side."""
@@ -117,10 +131,8 @@ class Experts:
         if len(weightings) == 1 or self._is_very_wide(weightings[0]):
             return [self.weighted_covariance(a) for a in weightings]
         sums = [(self._zeros(self._columns, self._columns), self._zeros(self._rows, self._columns)) for _ in weightings]
-        S_t, CS_t = self._zeros(self._columns, self._columns), self._zeros(self._rows, self._columns)
-        add = self._add_through_covariance if self._columns <= self._rows else self._add_through_outer_gram
         for t in range(len(self._deltas)):
-            add(S_t.zero_(), CS_t.zero_(), t, 1.0)
+            S_t, CS_t = self._primal_covariance([1.0], [t])
             for a, (S, CS) in zip(weightings, sums, strict=True):
                 S.add_(S_t, alpha=a[t])
                 CS.add_(CS_t, alpha=a[t])
@@ -143,30 +155,46 @@ class Experts:
     def _is_very_wide(self, a: Sequence[float]) -> bool:
         return len(a) * self._rows < self._columns
 
-    def _primal_covariance(self, a: Sequence[float]) -> tuple[Float[Tensor, "in in"], Float[Tensor, "out in"]]:
+    def _primal_covariance(
+        self, a: Sequence[float], chosen: Sequence[int] | None = None
+    ) -> tuple[Float[Tensor, "in in"], Float[Tensor, "out in"]]:
+        """S and sum_t a_t C_t S_t over the chosen experts: all of them unless told otherwise."""
         S = self._zeros(self._columns, self._columns)
         CS = self._zeros(self._rows, self._columns)
-        for t, weight in enumerate(a):
-            if self._columns <= self._rows:
-                self._add_through_covariance(S, CS, t, weight)
-            else:
-                self._add_through_outer_gram(S, CS, t, weight)
+        weighted = list(zip(range(len(a)) if chosen is None else chosen, a, strict=True))
+        add = self._add_through_covariances if self._columns <= self._rows else self._add_through_outer_grams
+        few = min(available_threads(), AT_ONCE)
+        for start in range(0, len(weighted), few):
+            add(S, CS, weighted[start : start + few])
         return S, CS
 
-    def _add_through_covariance(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
-        """Tall or square: S_t once, then C_t S_t."""
+    def _add_through_covariances(self, S: Tensor, CS: Tensor, weighted: Weighted) -> None:
+        """Tall or square: every S_t once, then C_t S_t."""
+        covariances = share(self._covariance, [t for t, _ in weighted])
+        for (_, weight), S_t in zip(weighted, covariances, strict=True):
+            S.add_(S_t, alpha=weight)
+
+        def add_products(rows: slice) -> None:
+            for (t, weight), S_t in zip(weighted, covariances, strict=True):
+                add_symmetric_product(CS[rows], self._centred(t, rows), S_t, weight)
+
+        share(add_products, shared_rows(CS))
+
+    def _covariance(self, t: int) -> Float[Tensor, "in in"]:
+        """The lower triangle of S_t."""
         S_t = self._zeros(self._columns, self._columns)
         for rows in row_blocks(self._rows, self._columns):
             add_gram(S_t, self._centred(t, rows))
-        S.add_(S_t, alpha=weight)
-        for rows in row_blocks(self._rows, self._columns):
-            add_symmetric_product(CS[rows], self._centred(t, rows), S_t, weight)
+        return S_t
 
-    def _add_through_outer_gram(self, S: Tensor, CS: Tensor, t: int, weight: float) -> None:
+    def _add_through_outer_grams(self, S: Tensor, CS: Tensor, weighted: Weighted) -> None:
         """Wide: C_t S_t = (C_t C_t^T) C_t, and S takes one SYRK."""
-        C = self._centred(t, slice(0, self._rows))
-        add_gram(S, C, weight)
-        add_symmetric_product(CS, C, self._outer_gram(C), weight, gram_first=True)
+        everything = slice(0, self._rows)
+        centred = share(lambda own: self._centred(own[0], everything), weighted)
+        outer = share(self._outer_gram, centred)
+        for (_, weight), C, CC in zip(weighted, centred, outer, strict=True):
+            add_gram(S, C, weight)
+            add_product(CS, mirror_lower(CC), C, weight)
 
     def _outer_gram(self, C: Float[Tensor, "rows in"]) -> Float[Tensor, "rows rows"]:
         """The lower triangle of C C^T."""

@@ -2,7 +2,7 @@
 
 Float64 unless a method asks for less. The merge equations divide by small eigenvalues of Gram matrices, which square the
 condition number: float32 keeps two to five correct digits there, as the spectra of the task vectors decay, float64 keeps ten.
-CPU tensors go to BLAS/LAPACK through scipy (SYRK, SYMM, POTRF, partial eigh: torch has none of them), other devices to torch.
+CPU tensors go to `acemerge.blas` for what torch lacks (SYRK, SYMM, a partial eigendecomposition), other devices to torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import scipy.linalg
 import torch
 from jaxtyping import Float
-from scipy.linalg import get_blas_funcs, get_lapack_funcs
 from torch import Tensor
+
+from acemerge import blas
+from acemerge.threads import share
 
 _BLOCK_ELEMENTS = 2**20  # float64 elements converted at a time: 8 MiB
 
@@ -30,6 +30,17 @@ def row_blocks(rows: int, columns: int) -> Iterator[slice]:
     step = max(1, _BLOCK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def shared_rows(matrix: Float[Tensor, "m n"]) -> list[slice]:
+    """Blocks of rows for threads to share: of equal size, several to a matrix; one on other devices, which share work themselves.
+
+    >>> shared_rows(torch.zeros(768, 1))
+    [slice(0, 192, None), slice(192, 384, None), slice(384, 576, None), slice(576, 768, None)]
+    """
+    rows = len(matrix)
+    count = min(math.ceil(rows / 64), 4 * math.ceil(rows / 1024)) if uses_lapack(matrix) else 1
+    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
 def uses_lapack(tensor: Tensor) -> bool:
@@ -59,52 +70,44 @@ def changed_tasks(task_vectors: Float[Tensor, "task *shape"]) -> list[int]:
     return [t for t, task_vector in enumerate(task_vectors) if bool(task_vector.any())]
 
 
-_PANEL = 256
+_PANEL = 384
 
 
 def add_gram(gram: Float[Tensor, "n n"], x: Float[Tensor, "rows n"], scale: float = 1.0) -> None:
     """Lower triangle of `gram` += scale x^T x, in place: half the work of a product."""
     n = gram.shape[0]
-    # OpenBLAS' symmetric rank-k update falls behind its products of matrices where float32 matrices are wide.
-    if uses_lapack(gram) and (gram.dtype == torch.float64 or n <= 3 * _PANEL):
-        # A transposed view x of a row-major matrix is already in Fortran's order.
-        a, rows_first = (_fortran(x), True) if x.is_contiguous() else (x.numpy(), False)
-        _blas("syrk", gram)(scale, a, trans=not rows_first, beta=1.0, c=_fortran(gram), lower=0, overwrite_c=1)
-        return
-    for start in range(0, n, _PANEL):
+
+    def add_panel(start: int) -> None:
         end = min(start + _PANEL, n)
-        gram[start:end, :end].addmm_(x[:, start:end].T, x[:, :end], alpha=scale)
+        gram[start:end, :start].addmm_(x[:, start:end].T, x[:, :start], alpha=scale)
+        _add_small_gram(gram[start:end, start:end], x[:, start:end], scale)
+
+    if n <= 2 * _PANEL:
+        _add_small_gram(gram, x, scale)
+    else:
+        share(add_panel, reversed(range(0, n, _PANEL)))  # the longest first
+
+
+def _add_small_gram(gram: Float[Tensor, "n n"], x: Float[Tensor, "rows n"], scale: float) -> None:
+    if uses_lapack(gram):
+        blas.syrk(gram, x, scale)
+    else:
+        gram.addmm_(x.T, x, alpha=scale)
 
 
 def add_symmetric_product(
-    total: Float[Tensor, "m n"],
-    a: Float[Tensor, "m n"],
-    gram: Float[Tensor, "k k"],
-    scale: float = 1.0,
-    *,
-    gram_first: bool = False,
+    total: Float[Tensor, "m n"], a: Float[Tensor, "m n"], gram: Float[Tensor, "n n"], scale: float = 1.0
 ) -> None:
-    """`total += scale a gram` in place, or `gram a`, for a symmetric matrix given by its lower triangle."""
+    """`total += scale a gram` in place, for a symmetric matrix given by its lower triangle."""
     if uses_lapack(total):
-        side = int(gram_first)  # transposed, the product is the other way round
-        c = _fortran(total)
-        _blas("symm", total)(scale, _fortran(gram), _fortran(a), beta=1.0, c=c, side=side, lower=0, overwrite_c=1)
-        return
-    full = mirror_lower(gram.clone())
-    total.addmm_(full, a, alpha=scale) if gram_first else total.addmm_(a, full, alpha=scale)
+        blas.symm(total, a, gram, scale)
+    else:
+        total.addmm_(a, mirror_lower(gram.clone()), alpha=scale)
 
 
-def _fortran(row_major: Tensor) -> Any:
-    """A row-major matrix as Fortran sees it: its transpose, without a copy. Its lower triangle is then the upper one."""
-    return row_major.numpy().T
-
-
-def _blas(name: str, like: Tensor) -> Any:
-    return get_blas_funcs(name, dtype=like.numpy().dtype)
-
-
-def _lapack(name: str, like: Tensor) -> Any:
-    return get_lapack_funcs(name, dtype=like.numpy().dtype)
+def add_product(total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], scale: float = 1.0) -> None:
+    """`total += scale a b` in place."""
+    share(lambda rows: total[rows].addmm_(a[rows], b, alpha=scale), shared_rows(total))
 
 
 def mirror_lower(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
@@ -145,8 +148,7 @@ class PrimalGram:
 
         Positive definite for ridge > 0, so no inverse and no fallback.
         """
-        solve = cholesky_solver(self.matrix, ridge)
-        return lambda a: solve(a.T).T
+        return cholesky_solver(self.matrix, ridge)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class DualGram:
     def factorise(self, ridge: float) -> RidgeSolver:
         """`a -> a (S + ridge I)^-1 = (a - a X^T (K + ridge I)^-1 X) / ridge`; K is used up."""
         solve = cholesky_solver(self.outer, ridge)
-        return lambda a: (a - solve((a @ self.stack.T).T).T @ self.stack) / ridge
+        return lambda a: (a - solve(a @ self.stack.T) @ self.stack) / ridge
 
 
 Gram = PrimalGram | DualGram
@@ -199,28 +201,32 @@ def rounding_error(gram_norm: float, divide: RidgeSolver, like: Float[Tensor, "m
 
 
 def cholesky_solver(gram: Float[Tensor, "n n"], ridge: float) -> RidgeSolver:
-    """`rhs -> (gram + ridge I)^-1 rhs`. Both `gram` and the columns given to the solver may be overwritten."""
+    """`a -> a (gram + ridge I)^-1`. Both `gram` and the rows given to the solver are overwritten."""
     gram.diagonal().add_(ridge)
     if uses_lapack(gram):
-        upper, failed = _lapack("potrf", gram)(_fortran(gram), lower=0, clean=0, overwrite_a=1)
-        lower = torch.from_numpy(upper.T)
+        lower, positive = gram, blas.potrf(gram)
     else:
-        lower, failed = torch.linalg.cholesky_ex(gram)
-    if failed:
+        lower, info = torch.linalg.cholesky_ex(gram)
+        positive = not info
+    if not positive:
         precision = str(gram.dtype).removeprefix("torch.")
         raise ArithmeticError(f"the regularised system is not positive definite in {precision} (ridge {ridge:.3g})")
-    if uses_lapack(gram) and gram.dtype == torch.float64:
-        solve = _lapack("potrs", gram)
-        return lambda rhs: torch.from_numpy(solve(_fortran(lower), rhs.numpy(), lower=0, overwrite_b=1)[0])
+
+    def divide(a: Tensor) -> Tensor:
+        share(lambda rows: _divide_rows(a[rows], lower), shared_rows(a))
+        return a
+
+    return divide
+
+
+def _divide_rows(a: Float[Tensor, "m n"], lower: Float[Tensor, "n n"]) -> None:
+    """a (L L^T)^-1 in place."""
+    if uses_lapack(a) and a.dtype == torch.float64:
+        blas.potrs(lower, a)
+        return
     # In float32, OpenBLAS' triangular solves lose half a digit more than torch's.
-    return lambda rhs: _solve_lower(lower, _solve_lower(lower, rhs), transposed=True)
-
-
-def _solve_lower(lower: Float[Tensor, "n n"], rhs: Float[Tensor, "n m"], *, transposed: bool = False) -> Float[Tensor, "n m"]:
-    """L^-1 rhs or L^-T rhs, solved from the right for the rows of rhs^T, which lie one after the other in memory."""
-    matrix = lower if transposed else lower.T
-    solved: Tensor = torch.linalg.solve_triangular(matrix, rhs.T, upper=not transposed, left=False)
-    return solved.T
+    half = torch.linalg.solve_triangular(lower.T, a, upper=True, left=False)
+    torch.linalg.solve_triangular(lower, half, upper=False, left=False, out=a)
 
 
 def pseudo_inverse(gram: Float[Tensor, "n n"], rtol: float) -> tuple[RidgeSolver, int]:
@@ -253,7 +259,8 @@ def leading_directions(matrix: Float[Tensor, "m n"], k: int) -> LeadingDirection
         return LeadingDirections(flipped.values, flipped.right, flipped.left)
     floor = (max(m, n) + 100) * torch.finfo(torch.float64).eps  # the 100: rounding in the smallest matrices
     right = _leading_right_vectors(matrix, k, floor)
-    left = matrix @ right
+    left = matrix.new_zeros(m, right.shape[1])
+    add_product(left, matrix, right)
     values = torch.linalg.vector_norm(left, dim=0)
     return LeadingDirections(values, left.div_(values), right)
 
@@ -286,26 +293,12 @@ def _leading_right_vectors(
     return torch.cat([tail, head], dim=1)
 
 
-_FEW_DIRECTIONS = 0.4
-
-
 def _leading_eigenpairs(gram: Float[Tensor, "n n"], k: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "n k"]]:
     """The k > 0 largest eigenpairs, in ascending order, of a symmetric matrix given by its lower triangle (overwritten)."""
+    if uses_lapack(gram):
+        values, vectors = blas.leading_eigenpairs(gram, k)
+        return values, vectors.T
     n = gram.shape[0]
-    if uses_lapack(gram) and k <= _FEW_DIRECTIONS * n:
-        # The row-major lower triangle is the Fortran upper one.
-        values, vectors = scipy.linalg.eigh(
-            gram.numpy().T,
-            lower=False,
-            subset_by_index=[n - k, n - 1],
-            driver="evr",
-            overwrite_a=True,
-            check_finite=False,
-        )
-        return torch.from_numpy(values), torch.from_numpy(vectors)
-    if uses_lapack(gram):  # divide and conquer finds all of them sooner than bisection finds that many
-        found = scipy.linalg.eigh(gram.numpy().T, lower=False, driver="evd", overwrite_a=True, check_finite=False)
-        return torch.from_numpy(found[0][n - k :]), torch.from_numpy(found[1][:, n - k :])
     all_values, all_vectors = torch.linalg.eigh(gram, UPLO="L")
     return all_values[n - k :], all_vectors[:, n - k :]
 

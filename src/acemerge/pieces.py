@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from acemerge.threads import share
 
 Result = TypeVar("Result")
 
@@ -63,11 +63,9 @@ class Stored:
         def do_part(start: int) -> list[Result]:
             return [work(piece) for piece in self.pieces(start, min(start + _PART, size))]
 
-        with _one_thread_each() as threads:
-            if threads == 1 or len(starts) < 2:
-                return [result for start in starts for result in do_part(start)]
-            with ThreadPoolExecutor(min(threads, len(starts))) as pool:
-                return [result for part in pool.map(do_part, starts) for result in part]
+        # glibc hands freed memory back to the system, which must bring it in anew, until it has seen a larger piece freed.
+        torch.empty(2**24, dtype=torch.uint8)
+        return [result for part in share(do_part, starts) for result in part]
 
     def has_finite_task_vectors(self) -> bool:
         """Whether no task vector has NaN or infinite values."""
@@ -121,16 +119,3 @@ def squared_norms(rows: Float[Tensor, "task piece"]) -> list[float]:
 def _squared_norm(x: Float[Tensor, " piece"]) -> float:
     wide = x.double()
     return float(torch.dot(wide, wide))
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[int]:
-    """How many threads there are to share the pieces; operations on a piece are too short to be shared themselves."""
-    # glibc hands freed memory back to the system, which must bring it in anew, until it has seen a larger piece freed.
-    torch.empty(2**24, dtype=torch.uint8)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield threads
-    finally:
-        torch.set_num_threads(threads)

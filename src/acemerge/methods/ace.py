@@ -20,11 +20,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.covariance import Experts
+from acemerge.covariance import AT_ONCE, Experts
 from acemerge.frame import Frame
-from acemerge.linalg import Gram, leading_directions, rounding_error, sum_of_squares
+from acemerge.linalg import Gram, add_product, leading_directions, rounding_error, shared_rows, sum_of_squares
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.option_text import Fact
+from acemerge.threads import share, torch_at_rest
 
 DEFAULT_EPSILON = 1e-5
 SMALL = 512
@@ -74,7 +75,7 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     m, n, small = rows, columns, min(rows, columns)
     dual = tasks * m < n
     system = float((tasks * m) ** 2 + tasks * m * n) if dual else float(n * n)
-    accumulate = system + m * n + (n * n if n <= m else m * n + m * m)
+    accumulate = system + m * n + min(tasks, AT_ONCE) * (n * n if n <= m else m * n + m * m)
     residual_ = system + 2.0 * m * n + (2.0 * m * n if dual else 0.0)
     refine = 2.0 * m * n + small * small + 0.6 * small * (m + n)
     return max(accumulate, residual_, refine)
@@ -96,13 +97,14 @@ def ace(task_vectors: Float[Tensor, "task out in"], options: AceOptions, context
     """
     options = options.resolve({})
     frame = context.frame_of(task_vectors)
-    energies = [sum_of_squares(D) for D in task_vectors]
+    energies = share(sum_of_squares, task_vectors)
     if not any(energies):
         return nobody_changed(task_vectors)
-    if float32_pays(task_vectors):
-        with suppress(ArithmeticError):  # too ill-conditioned for it
-            return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float32), options, frame)
-    return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float64), options, frame)
+    with torch_at_rest():
+        if float32_pays(task_vectors):
+            with suppress(ArithmeticError):  # too ill-conditioned for it
+                return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float32), options, frame)
+        return merge_opinions(read_opinions(task_vectors, energies, frame, torch.float64), options, frame)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def merge_opinions(opinions: Opinions, options: AceOptions, frame: Frame) -> Mer
     leading = leading_directions(F, refined_directions(options, frame))
     if len(leading.values):
         check_precision(rounding * rounding_spread(F, leading.values), P.dtype)
-        P.addmm_(leading.left.to(P.dtype), leading.right.to(P.dtype).T, alpha=float(leading.values.mean()))
+        add_product(P, leading.left.to(P.dtype), leading.right.to(P.dtype).T, float(leading.values.mean()))
     return Merged(P, {**facts, "refined_directions": len(leading.values)})
 
 
@@ -248,6 +250,10 @@ def heterogeneity(energies: list[float]) -> float:
 def residual(experts: Experts, a: list[float], S: Gram, CS: Tensor, ridge: float, frame: Frame) -> Float[Tensor, "out in"]:
     """R = sum_t D_t (Stilde_t - mean_s Sreg_s), with the uncentred D_t = C_t + 1 mu_t^T (step 6)."""
     R = torch.addr(CS, frame.ones_out.to(CS.dtype), experts.mean_covariance(a))
-    for rows, D_sum in experts.sums():
+
+    def subtract(rows: slice) -> None:
+        D_sum = experts.sum(rows)
         R[rows].sub_(S.times(D_sum).add_(D_sum, alpha=ridge), alpha=1 / len(a))
+
+    share(subtract, shared_rows(R))
     return R

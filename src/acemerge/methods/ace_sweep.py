@@ -124,7 +124,7 @@ def _merge_settings(
     R_0 = D_sum = None
     if any(setting.k >= 0 for setting in settings):
         R_0 = residual(experts, a, S, CS, 0.0, frame)
-        D_sum = torch.cat([block for _, block in experts.sums()])
+        D_sum = experts.sum(slice(None))
     for system, sharing in groupby(settings, lambda setting: setting.system):
         e = [system.epsilon * weight for weight in a]
         ridge = math.fsum(e)

@@ -22,6 +22,7 @@ from acemerge.linalg import (
 )
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.methods.tsv_m import orthogonalise, orthogonalised_elements, orthogonalised_flops
+from acemerge.threads import share
 from acemerge.thresholds import count_of_share
 
 ROUNDING = 4e-7
@@ -61,7 +62,7 @@ def iso_cts(task_vectors: Float[Tensor, "task out in"], options: IsoCtsOptions, 
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))
     each = round((r - count_of_share(r, options.common)) / len(changed))  # halves to even, as in the release
     common = leading_directions(weighted_sum(task_vectors, [1.0] * len(task_vectors)), r - each * len(changed))
-    own = [own_directions(task_vectors[t], common, each) for t in changed]
+    own = share(lambda t: own_directions(task_vectors[t], common, each), changed)
     wanted, found = r, len(common.values) + sum(len(task.values) for task in own)
     if not found:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))

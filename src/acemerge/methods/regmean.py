@@ -86,8 +86,7 @@ def merge_under_grams(
             H = shrink_off_diagonal(gram.to(total), off_diagonal)
             total += H
             pulled.addmm_(wide, H)
-    solve = cholesky_solver(total, ridge * len(grams))
-    return solve(pulled.T).T
+    return cholesky_solver(total, ridge * len(grams))(pulled)
 
 
 @method(

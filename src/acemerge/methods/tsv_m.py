@@ -12,6 +12,7 @@ from torch import Tensor
 from acemerge.linalg import LeadingDirections, changed_tasks, directions_elements, directions_flops, leading_directions, polar
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.option_text import Fact
+from acemerge.threads import share
 
 SAME_DIRECTION = 1e-5
 """Experts' directions closer than this (in radians) are one: their difference is float32 rounding, not something to amplify."""
@@ -50,8 +51,8 @@ def orthogonalise(directions: Sequence[LeadingDirections]) -> Orthogonalised:
 
     Unique only if they are linearly independent. Those of duplicate experts are not: then only the range they have is used.
     """
-    left = polar(torch.cat([own.left for own in directions], 1), SAME_DIRECTION)
-    right = polar(torch.cat([own.right for own in directions], 1), SAME_DIRECTION)
+    sides = [torch.cat([own.left for own in directions], 1), torch.cat([own.right for own in directions], 1)]
+    left, right = share(lambda side: polar(side, SAME_DIRECTION), sides)
     weakest = min(float(left.values[0]), float(right.values[0]))
     shared = f"some experts share leading directions (to {weakest:.0e}): only the range that they have together is used"
     return Orthogonalised(
@@ -90,7 +91,7 @@ def tsv_m(task_vectors: Float[Tensor, "task out in"], options: TsvMOptions, cont
         few = f"{len(changed)} experts share the {r} directions of this matrix: none is left for each, so it stays at the base"
         zeros = torch.zeros_like(task_vectors[0], dtype=torch.float64)
         return Merged(zeros, {"active_experts": len(changed)}, warnings=(few,) if changed else ())
-    directions = [leading_directions(task_vectors[t].double(), k) for t in changed]
+    directions = share(lambda t: leading_directions(task_vectors[t].double(), k), changed)
     together = orthogonalise(directions)
     facts = {"active_experts": len(changed), "directions_each": k, **together.facts}
     warnings = list(together.warnings)
