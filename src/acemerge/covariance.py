@@ -17,6 +17,7 @@ from torch import Tensor
 
 from acemerge.frame import Frame
 from acemerge.linalg import (
+    IN_CACHE,
     DualGram,
     Gram,
     PrimalGram,
@@ -64,7 +65,7 @@ class Experts:
 
     def _column_means(self, D: Float[Tensor, "out in"]) -> Float[Tensor, " in"]:
         total = self._double(self._columns)
-        for rows in row_blocks(self._rows, self._columns):
+        for rows in row_blocks(self._rows, self._columns, IN_CACHE):
             total.addmv_(D[rows].double().T, self._ones[rows].double())
         return total / self._ones_squared
 

@@ -19,15 +19,16 @@ from acemerge import blas
 from acemerge.threads import share
 
 _BLOCK_ELEMENTS = 2**20  # float64 elements converted at a time: 8 MiB
+IN_CACHE = 2**16  # of which a processor's cache keeps what was converted until it is used
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
+def row_blocks(rows: int, columns: int, elements: int = _BLOCK_ELEMENTS) -> Iterator[slice]:
     """Slices of rows small enough to convert to float64 without doubling a large tensor.
 
     >>> list(row_blocks(3, 2**19))
     [slice(0, 2, None), slice(2, 3, None)]
     """
-    step = max(1, _BLOCK_ELEMENTS // max(1, columns))
+    step = max(1, elements // max(1, columns))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -51,7 +52,7 @@ def uses_lapack(tensor: Tensor) -> bool:
 def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
     """|x|_F^2, accumulated in float64."""
     flat = x.reshape(-1)
-    norms = (torch.linalg.vector_norm(flat[block], dtype=torch.float64) for block in row_blocks(flat.numel(), 1))
+    norms = (torch.linalg.vector_norm(flat[block], dtype=torch.float64) for block in row_blocks(flat.numel(), 1, IN_CACHE))
     return math.fsum(float(norm) ** 2 for norm in norms)
 
 
@@ -60,7 +61,7 @@ def weighted_sum(vectors: Float[Tensor, "task *shape"], weights: Sequence[float]
     flat = vectors.reshape(len(vectors), -1)
     total = torch.zeros(flat.shape[1], dtype=torch.float64, device=vectors.device)
     for vector, weight in zip(flat, weights, strict=True):
-        for block in row_blocks(len(total), 1):
+        for block in row_blocks(len(total), 1, IN_CACHE):
             total[block].add_(vector[block].double(), alpha=weight)  # twice as fast as adding what has to be converted
     return total.reshape(vectors.shape[1:])
 
