@@ -1,6 +1,7 @@
 """Sharing work: order, errors, nesting, and torch's number of threads, which is the process's."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,6 +26,18 @@ def test_results_come_in_the_order_of_the_items() -> None:
             return item * 2
 
         assert share(late, range(6)) == [0, 2, 4, 6, 8, 10]
+
+
+def test_work_that_takes_memory_is_done_by_few_threads() -> None:
+    with compute_threads(3):
+        names = share(lambda _: threading.current_thread().name, range(20), at_once=1)
+        assert set(names) == {threading.current_thread().name}
+
+        def name_later(_: int) -> str:
+            time.sleep(0.01)
+            return threading.current_thread().name
+
+        assert len(set(share(name_later, range(20), at_once=2))) == 2
 
 
 def test_every_thread_works_alone() -> None:

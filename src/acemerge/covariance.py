@@ -30,10 +30,7 @@ from acemerge.linalg import (
     shared_rows,
     sum_of_squares,
 )
-from acemerge.threads import available_threads, share
-
-AT_ONCE = 4
-"""Experts whose Gram matrices may be in memory together, for threads to form."""
+from acemerge.threads import AT_ONCE, available_threads, share
 
 Weighted = Sequence[tuple[int, float]]
 """Experts and their a_t."""

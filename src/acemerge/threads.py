@@ -21,8 +21,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def share(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """`work` on every item, in as many threads as torch was given; the results in the items' order.
+AT_ONCE = 4
+"""How many threads may do work that takes memory for each of them, whatever the machine has."""
+
+
+def share(work: Callable[[Item], Result], items: Iterable[Item], at_once: int | None = None) -> list[Result]:
+    """`work` on every item, in as many threads as torch was given, but at most so many; the results in the items' order.
 
     What a thread shares out in its turn it does by itself.
 
@@ -31,6 +35,7 @@ def share(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]
     """
     items = list(items)
     with torch_at_rest() as threads:
+        threads = min(threads, at_once or threads)
         if min(threads, len(items)) < 2 or _is_worker():
             return [work(item) for item in items]
         with _blas().limit(limits=1):

@@ -20,12 +20,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.covariance import AT_ONCE, Experts
+from acemerge.covariance import Experts
 from acemerge.frame import Frame
 from acemerge.linalg import Gram, add_product, leading_directions, rounding_error, shared_rows, sum_of_squares
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.option_text import Fact
-from acemerge.threads import share, torch_at_rest
+from acemerge.threads import AT_ONCE, share, torch_at_rest
 
 DEFAULT_EPSILON = 1e-5
 SMALL = 512

@@ -22,7 +22,7 @@ from acemerge.linalg import (
 )
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.methods.tsv_m import orthogonalise, orthogonalised_elements, orthogonalised_flops
-from acemerge.threads import share
+from acemerge.threads import AT_ONCE, share
 from acemerge.thresholds import count_of_share
 
 ROUNDING = 4e-7
@@ -44,11 +44,10 @@ class IsoCtsOptions(Options):
     flops=lambda tasks, rows, columns: (
         (tasks + 1) * directions_flops(rows, columns, round(0.8 * min(rows, columns))) + orthogonalised_flops(rows, columns)
     ),
-    float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
-        max(
-            3.0 * rows * columns + 2.0 * directions_elements(rows, columns, min(rows, columns)),
-            orthogonalised_elements(rows, columns),
-        )
+    float64_elements=lambda tasks, rows, columns: max(
+        min(tasks, AT_ONCE) * (3.0 * rows * columns + directions_elements(rows, columns, min(rows, columns)))
+        + directions_elements(rows, columns, min(rows, columns)),
+        orthogonalised_elements(rows, columns),
     ),
 )
 def iso_cts(task_vectors: Float[Tensor, "task out in"], options: IsoCtsOptions, context: Context) -> Merged:
@@ -62,7 +61,7 @@ def iso_cts(task_vectors: Float[Tensor, "task out in"], options: IsoCtsOptions, 
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))
     each = round((r - count_of_share(r, options.common)) / len(changed))  # halves to even, as in the release
     common = leading_directions(weighted_sum(task_vectors, [1.0] * len(task_vectors)), r - each * len(changed))
-    own = share(lambda t: own_directions(task_vectors[t], common, each), changed)
+    own = share(lambda t: own_directions(task_vectors[t], common, each), changed, AT_ONCE)
     wanted, found = r, len(common.values) + sum(len(task.values) for task in own)
     if not found:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))

@@ -12,7 +12,7 @@ from torch import Tensor
 from acemerge.linalg import LeadingDirections, changed_tasks, directions_elements, directions_flops, leading_directions, polar
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.option_text import Fact
-from acemerge.threads import share
+from acemerge.threads import AT_ONCE, share
 
 SAME_DIRECTION = 1e-5
 """Experts' directions closer than this (in radians) are one: their difference is float32 rounding, not something to amplify."""
@@ -30,9 +30,9 @@ def orthogonalised_flops(rows: int, columns: int) -> float:
 
 
 def orthogonalised_elements(rows: int, columns: int) -> float:
-    """float64 numbers held meanwhile: all directions, one factor, the other's stack and what its polar factor takes, and M."""
+    """float64 numbers held meanwhile: all directions, their stacks, what both polar factors take, and M."""
     r = min(rows, columns)
-    return (2.0 * rows + columns + 3.0 * max(rows, columns) + 3.0 * r) * r + rows * columns
+    return (5.0 * (rows + columns) + 6.0 * r) * r + rows * columns
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,9 @@ def orthogonalise(directions: Sequence[LeadingDirections]) -> Orthogonalised:
     flops=lambda tasks, rows, columns: (
         tasks * directions_flops(rows, columns, min(rows, columns) // tasks) + orthogonalised_flops(rows, columns)
     ),
-    float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
-        max(
-            rows * columns + 2.0 * directions_elements(rows, columns, min(rows, columns)),
-            orthogonalised_elements(rows, columns),
-        )
+    float64_elements=lambda tasks, rows, columns: max(
+        min(tasks, AT_ONCE) * (rows * columns + directions_elements(rows, columns, min(rows, columns))),
+        orthogonalised_elements(rows, columns),
     ),
 )
 def tsv_m(task_vectors: Float[Tensor, "task out in"], options: TsvMOptions, context: Context) -> Merged:  # noqa: ARG001
@@ -91,7 +89,7 @@ def tsv_m(task_vectors: Float[Tensor, "task out in"], options: TsvMOptions, cont
         few = f"{len(changed)} experts share the {r} directions of this matrix: none is left for each, so it stays at the base"
         zeros = torch.zeros_like(task_vectors[0], dtype=torch.float64)
         return Merged(zeros, {"active_experts": len(changed)}, warnings=(few,) if changed else ())
-    directions = share(lambda t: leading_directions(task_vectors[t].double(), k), changed)
+    directions = share(lambda t: leading_directions(task_vectors[t].double(), k), changed, AT_ONCE)
     together = orthogonalise(directions)
     facts = {"active_experts": len(changed), "directions_each": k, **together.facts}
     warnings = list(together.warnings)
