@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from acemerge.checkpoint import TensorHeader
+from acemerge.threads import torch_at_rest
 from acemerge.writer import write_safetensors
 
 BASE_SPREAD, CHANGE_SPREAD = 0.02, 0.002
@@ -102,7 +103,8 @@ def write_models(llama: Llama, folder: Path) -> None:
         target = folder / name
         target.mkdir(parents=True)
         (target / "config.json").write_text(json.dumps(llama.config, indent=1))
-        write_safetensors(target / "model.safetensors", headers, _values(llama, expert, noise))
+        with torch_at_rest():  # shared by torch's threads, these small sums take ten times as long where other programs run
+            write_safetensors(target / "model.safetensors", headers, _values(llama, expert, noise))
 
 
 def _values(llama: Llama, expert: int, noise: Tensor) -> Iterator[Tensor]:
