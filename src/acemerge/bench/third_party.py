@@ -1,8 +1,8 @@
 """Models that other people trained: a fine-tune of our base that must merge, and models of no common base that must not.
 
-`sre-embedding-model` is somebody's fine-tune of all-MiniLM-L6-v2 for sentences about operating computer systems. It has no labels
-to be tested with, so it counts as working when the merged model finds the same nearest sentences as it does. The folds of
-`transcript-transformer` were each trained from their own random start: nothing in their weights corresponds.
+`sre-embedding-model` is somebody's fine-tune of all-MiniLM-L6-v2 for sentences about operating computer systems. Its own work is
+to put a term next to what operators mean by it, so it is tested by finding the term for every meaning (`operations_terms`). The
+folds of `transcript-transformer` were each trained from their own random start: nothing in their weights corresponds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 import acemerge
 from acemerge.bench.evaluation import evaluate
 from acemerge.bench.experts import Say, appearing
+from acemerge.bench.operations_terms import TERMS
 from acemerge.bench.packages import Package, cache_folder
 from acemerge.bench.suites import Suite
-from acemerge.bench.text import PreparedTexts, TextDomain, quiet_transformers
-from acemerge.bench.text_tasks import load_commits
+from acemerge.bench.text import quiet_transformers
 from acemerge.diagnosis.findings import RELATED
 from acemerge.evaluate.metrics import Accuracy, Estimate
 
@@ -36,6 +36,9 @@ FOLDS = Package(
     "python", "transcript-transformer", "1.1.1", "transcript_transformer-1.1.1-py3-none-any.whl",
     "a25d60300432760778a52fcdf882f3ce65cd4584307394d47076989388eb3cef",
 )  # fmt: skip
+
+
+METHODS = ("ace", "tsv_m", "cart", "task_arithmetic", "average")
 
 
 def relatedness(base: Mapping[str, Tensor], expert: Mapping[str, Tensor]) -> float:
@@ -70,46 +73,43 @@ class ThirdParty:
     without: dict[str, Accuracy | Estimate]
     together: dict[str, Accuracy | Estimate]
     """Accuracy by task of the experts merged without the third-party model, and with it."""
-    same_neighbour: dict[str, float]
-    """How often a model's nearest sentence is that of the third-party model."""
+    terms_found: dict[str, float]
+    """For how many of the meanings a model's nearest term is the right one."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         share = {"without": self.without, "together": self.together}
         accuracy = {name: {task: asdict(score) for task, score in found.items()} for name, found in share.items()}
-        return {"related": self.related, "accuracy": accuracy, "same_neighbour": self.same_neighbour}
+        return {"related": self.related, "accuracy": accuracy, "terms_found": self.terms_found}
 
     def grids(self) -> list[list[list[str]]]:
         """As tables."""
         accuracy = [["task", "our experts", "with sre"]]
         accuracy += [[t, f"{100 * self.without[t].share:.1f}", f"{100 * self.together[t].share:.1f}"] for t in self.without]
-        neighbour = [["model", "same nearest sentence as sre"], *([n, f"{100 * s:.1f}"] for n, s in self.same_neighbour.items())]
+        terms = [["model", "terms found by their meaning"], *([n, f"{100 * s:.1f}"] for n, s in self.terms_found.items())]
         verdict = [["expert", "median cosine with base", "fine-tune of the base?"]]
         verdict += [[n, f"{c:.3f}", "yes" if c > RELATED else "NO: do not merge"] for n, c in self.related.items()]
-        return [accuracy, neighbour, verdict]
+        return [accuracy, terms, verdict]
 
 
 def measure_third_party(suite: Suite, limit: int, say: Say) -> ThirdParty:
-    """Merge by ACE with and without the third-party model; test the tasks, and whether its neighbours are found again."""
+    """Merge with and without the third-party model: our tasks with what ACE merged, the model's own work with every method."""
     experts, own = suite.experts(0), suite.folders(0)
     rows = {task.name: suite.domain.prepare(task.load().test.first(limit)) for task in suite.tasks}
-    sentences = TextDomain().prepare(load_commits().validation)
-    near_sre = nearest(sre_folder(), sentences)
-    same = {"base": _agreement(near_sre, nearest(experts.base, sentences))}
-    accuracy = []
-    for label, models in (("our experts", own), ("our experts and sre", {**own, "sre": sre_folder()})):
-        with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as temporary:
-            place = Path(temporary)
-            acemerge.merge(experts.base, models, place / "merged", offline=True, threads=1)
-            found = {}
-            for name in own:
-                folder = acemerge.export_expert(place / "merged", name, place / "task", overwrite=True)
-                found[name] = evaluate(suite.domain, suite.domain.load(folder), rows[name])
-            accuracy.append(found)
-            same[label] = _agreement(near_sre, nearest(place / "merged", sentences))
-        say(f"merged {label}")
-    without, together = accuracy
-    return ThirdParty(_related(experts.base, {**own, "sre": sre_folder()}), without, together, same)
+    everyone = {**own, "sre": sre_folder()}
+    terms = {"base": terms_found(experts.base), "sre": terms_found(sre_folder())}
+    accuracy = {}
+    for method in METHODS:
+        for label, models in (("without sre", own), ("with sre", everyone)):
+            with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as temporary:
+                merged, single = Path(temporary) / "merged", Path(temporary) / "task"
+                acemerge.merge(experts.base, models, merged, method=method, offline=True, threads=1)
+                terms[f"{method} {label}"] = terms_found(merged)
+                if method == "ace":
+                    heads = {name: acemerge.export_expert(merged, name, single / name) for name in own}
+                    accuracy[label] = {n: evaluate(suite.domain, suite.domain.load(heads[n]), rows[n]) for n in own}
+            say(f"merged by {method} {label}")
+    return ThirdParty(_related(experts.base, everyone), accuracy["without sre"], accuracy["with sre"], terms)
 
 
 def _related(base: Path, models: Mapping[str, Path]) -> dict[str, float]:
@@ -125,20 +125,14 @@ def _related(base: Path, models: Mapping[str, Path]) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def nearest(folder: Path, sentences: PreparedTexts) -> Tensor:
-    """For every sentence, the nearest other one by the cosine of the means of their token vectors."""
-    from transformers import BertModel
+def terms_found(folder: Path) -> float:
+    """The share of meanings whose nearest term, by the cosine of the means of token vectors, is the right one."""
+    from transformers import AutoTokenizer, BertModel
 
     quiet_transformers()
     model: torch.nn.Module = BertModel.from_pretrained(folder, add_pooling_layer=False)
-    vectors = []
-    for indices in torch.split(torch.arange(len(sentences.labels)), 50):
-        batch = sentences.batch(indices)
-        mask = batch["attention_mask"].unsqueeze(-1)
-        vectors.append((model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1))
-    unit = torch.nn.functional.normalize(torch.cat(vectors))
-    return (unit @ unit.T).fill_diagonal_(-1).argmax(1)
-
-
-def _agreement(a: Tensor, b: Tensor) -> float:
-    return float((a == b).float().mean())
+    tokens = AutoTokenizer.from_pretrained(sre_folder())([*TERMS, *TERMS.values()], padding=True, return_tensors="pt")
+    mask = tokens["attention_mask"].unsqueeze(-1)
+    vectors = torch.nn.functional.normalize((model(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1))
+    terms, meanings = vectors.chunk(2)
+    return float(((meanings @ terms.T).argmax(1) == torch.arange(len(terms))).float().mean())
