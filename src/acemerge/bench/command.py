@@ -244,7 +244,7 @@ def premise_command(
 
 @bench_app.command("third-party")
 def third_party_command(
-    suite: Annotated[str, typer.Option("--suite", help="text-8 or text-14.")] = "text-8",
+    suite: Annotated[str, typer.Option("--suite", help="text-8, text-14 or a vision suite.")] = "text-8",
     limit: Annotated[int, typer.Option(min=1, help="Test rows of each task, at most.")] = 400,
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
@@ -252,11 +252,13 @@ def third_party_command(
     chosen = open_suite(suite)
     from acemerge.bench.show import publish_grids
     from acemerge.bench.third_party import measure_third_party
+    from acemerge.bench.third_party_vision import measure_medsam
 
-    if chosen.domain.name != "text":
-        raise InputError(f"--suite {suite}: the third-party model is a fine-tune of the text suites' base; use text-8 or text-14")
+    if chosen.domain.name not in ("text", "vision"):
+        raise InputError(f"--suite {suite}: third-party models are known for the bases of text-8, text-14 and the vision suites")
     chosen.prepare([0], say)
-    found = measure_third_party(chosen, limit, say)
+    vision = chosen.domain.name == "vision"
+    found = measure_medsam(chosen, limit, say) if vision else measure_third_party(chosen, limit, say)
     publish_grids(f"Third-party models and {suite}", found.grids(), found.to_json(), output, f"third-party-{suite}")
 
 
