@@ -1,5 +1,6 @@
 """Sharing work: order, errors, nesting, and torch's number of threads, which is the process's."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,16 @@ def test_callers_in_different_threads_leave_torch_its_threads() -> None:
         with ThreadPoolExecutor(2) as pool:
             assert [future.result() for future in (pool.submit(first), pool.submit(second))] == [2, 2]
         assert torch.get_num_threads() == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    with compute_threads(2):
+        share(abs, range(4))  # this process has its threads now
+        child = os.fork()
+        if not child:
+            os._exit(0 if share(abs, [-1, -2, -3]) == [1, 2, 3] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("name", ["ace", "tsv_m", "iso_cts", "iso_c", "actmat"])

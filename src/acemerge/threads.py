@@ -7,10 +7,11 @@ on the number of threads, so neither do the bits that come out.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TypeVar
 
@@ -19,7 +20,6 @@ from threadpoolctl import ThreadpoolController
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
 
 AT_ONCE = 4
 """How many threads may do work that takes memory for each of them, whatever the machine has."""
@@ -38,8 +38,12 @@ def share(work: Callable[[Item], Result], items: Iterable[Item], at_once: int | 
         threads = min(threads, at_once or threads)
         if min(threads, len(items)) < 2 or _is_worker():
             return [work(item) for item in items]
-        with _blas().limit(limits=1):
-            return list(_pool(threads).map(work, items))
+        with _blas().limit(
+            limits=1
+        ):  # threadpoolctl lets one thread at a time decide: the others' limit is ignored, no harm done
+            results = [_pool(threads).submit(work, item) for item in items]
+            wait(results)  # all of them, even if one has failed: nothing goes on behind the caller's back
+            return [result.result() for result in results]
 
 
 def available_threads() -> int:
@@ -48,41 +52,41 @@ def available_threads() -> int:
         return 1 if _is_worker() else threads
 
 
-class _Rest:
-    """How many callers want torch's threads at rest, and how many threads it had before the first of them came."""
+def torch_at_rest() -> AbstractContextManager[int]:
+    """Torch works in the calling thread alone, so that its own threads burn no core; says how many it had."""
+    return _torch_at_rest
+
+
+class _TorchAtRest(AbstractContextManager[int]):
+    """Entered with the first thread that asks for it, left with the last: torch's number of threads is the process's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._callers = 0
-        self.threads = 1
+        self._inside = 0
+        self._threads = 1
 
-    def begin(self) -> None:
+    def __enter__(self) -> int:
         with self._lock:
-            if not self._callers:
-                self.threads = torch.get_num_threads()
+            if not self._inside:
+                self._threads = torch.get_num_threads()
                 torch.set_num_threads(1)
-            self._callers += 1
+            self._inside += 1
+            return self._threads
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._callers -= 1
-            if not self._callers:
-                torch.set_num_threads(self.threads)
+            self._inside -= 1
+            if not self._inside:
+                torch.set_num_threads(self._threads)
 
 
-_rest = _Rest()  # one for the process, as torch's number of threads is
+@cache
+def _blas() -> ThreadpoolController:
+    """The BLAS libraries in this process; looking for them takes milliseconds."""
+    return ThreadpoolController().select(user_api="blas")
 
 
-@contextmanager
-def torch_at_rest() -> Iterator[int]:
-    """Torch works in the calling thread alone, so that its own threads burn no core; says how many it had."""
-    _rest.begin()
-    try:
-        yield _rest.threads
-    finally:
-        _rest.end()
-
-
+_torch_at_rest = _TorchAtRest()
 _worker = threading.local()
 
 
@@ -101,7 +105,4 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "share", initializer=_become_worker)
 
 
-@cache
-def _blas() -> ThreadpoolController:
-    """The BLAS libraries in this process; looking for them takes milliseconds."""
-    return ThreadpoolController().select(user_api="blas")
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of these threads
