@@ -255,7 +255,7 @@ def third_party_command(
     from acemerge.bench.third_party_vision import measure_medsam
 
     if chosen.domain.name not in ("text", "vision"):
-        raise InputError(f"--suite {suite}: third-party models are known for the bases of text-8, text-14 and the vision suites")
+        raise InputError(f"--suite {suite}: no third-party fine-tune of its base is known; use text-8, text-14 or a vision suite")
     chosen.prepare([0], say)
     vision = chosen.domain.name == "vision"
     found = measure_medsam(chosen, limit, say) if vision else measure_third_party(chosen, limit, say)
