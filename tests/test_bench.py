@@ -196,7 +196,7 @@ def test_commands_and_suites_go_together() -> None:
     [
         (["bench", "text-8", "--methods", "ace,tsvm"], "there is no method 'tsvm': did you mean 'tsv_m'?"),
         (["bench", "ablation", "--suite", "text-9"], "there is no suite 'text-9': did you mean 'text-8'?"),
-        (["bench", "third-party", "--suite", "gpt2-6"], "use text-8, text-14"),
+        (["bench", "third-party", "--suite", "gpt2-6"], "use text-8, text-14 or a vision suite"),
         (["demo", "--ask", "Hello", "-o", "nowhere"], "run `acemerge demo` first"),
     ],
 )

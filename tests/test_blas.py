@@ -25,7 +25,8 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "rows") ->
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-3 if found.dtype == torch.float32 else 1e-10, atol=1e-4)
+    rtol, atol = (1e-3, 1e-4) if found.dtype == torch.float32 else (1e-10, 1e-10)
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
 @given(SIZES, SIZES, DTYPES, st.sampled_from(["rows", "columns", "apart", "scattered"]))

@@ -38,9 +38,8 @@ def share(work: Callable[[Item], Result], items: Iterable[Item], at_once: int | 
         threads = min(threads, at_once or threads)
         if min(threads, len(items)) < 2 or _is_worker():
             return [work(item) for item in items]
-        with _blas().limit(
-            limits=1
-        ):  # threadpoolctl lets one thread at a time decide: the others' limit is ignored, no harm done
+        # Threadpoolctl lets one thread at a time decide: the limit of another is ignored, which costs time and changes no bits.
+        with _blas().limit(limits=1):
             results = [_pool(threads).submit(work, item) for item in items]
             wait(results)  # all of them, even if one has failed: nothing goes on behind the caller's back
             return [result.result() for result in results]
