@@ -1,5 +1,6 @@
 """An output folder is absent or whole; interrupted work is reused only when nothing changed."""
 
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 import acemerge
+from acemerge import writer
 from acemerge.checkpoint import TensorHeader
 from acemerge.engine import local
 from acemerge.errors import InputError
@@ -86,6 +88,25 @@ def test_an_error_while_writing_behind_is_raised() -> None:
     headers = [(f"t{i}", TensorHeader("float32", (50_000,))) for i in range(4)]
     with pytest.raises(OSError, match="No space left"):
         write_safetensors(Path("/dev/full"), headers, (torch.rand(50_000) for _ in headers))
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_an_error_on_the_way_to_the_disk_is_raised_even_if_told_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    calls: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == failing:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writer, "_SYNCED_AT_ONCE", 1000)
+    monkeypatch.setattr("os.fsync", fsync)
+    headers = [(f"t{i}", TensorHeader("float32", (300,))) for i in range(2)]  # two that are synced at once, and the end
+    with pytest.raises(OSError, match="Input/output error"):
+        write_safetensors(tmp_path / "x.safetensors", headers, (torch.rand(300) for _ in headers))
+    assert len(calls) == failing
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -345,6 +346,8 @@ def main() -> None:
             _run(interruption)
     except KeyboardInterrupt:  # while an error was being reported, or a second time
         _leave_interrupted()
+    finally:
+        gc.freeze()  # the process ends here: Python need not look through all of torch for garbage, which takes a while
 
 
 def _run(interruption: Interruption) -> None:

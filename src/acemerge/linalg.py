@@ -59,10 +59,10 @@ def sum_of_squares(x: Float[Tensor, "*shape"]) -> float:
 def weighted_sum(vectors: Float[Tensor, "task *shape"], weights: Sequence[float]) -> Float[Tensor, "*shape"]:
     """sum_t w_t x_t in float64, where float32 entries that cancel do so exactly, whatever their order."""
     flat = vectors.reshape(len(vectors), -1)
-    total = torch.zeros(flat.shape[1], dtype=torch.float64, device=vectors.device)
-    for vector, weight in zip(flat, weights, strict=True):
-        for block in row_blocks(len(total), 1, IN_CACHE):
-            total[block].add_(vector[block].double(), alpha=weight)  # twice as fast as adding what has to be converted
+    total = torch.empty(flat.shape[1], dtype=torch.float64, device=vectors.device)
+    w = torch.tensor(weights, dtype=torch.float64, device=vectors.device)
+    for block in row_blocks(len(total), len(flat), 4 * IN_CACHE):
+        torch.mv(flat[:, block].double().T, w, out=total[block])  # twice as fast as adding one after the other
     return total.reshape(vectors.shape[1:])
 
 

@@ -22,6 +22,7 @@ from acemerge.input_hashes import content_sha256
 
 MANIFEST = "acemerge_manifest.json"
 _COPIED_AT_ONCE = 2**23
+_SYNCED_AT_ONCE = 2**27
 
 
 def write_safetensors(
@@ -47,6 +48,7 @@ class StreamedFile:
     """A safetensors file that takes its tensors one at a time, in the order given; `tensor_hashes` gets each one's sha256.
 
     The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds one tensor.
+    What is written goes on to the disk in a thread, so that little is left to wait for at the end.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class StreamedFile:
         self._path, self._expected, self._digest = path, iter(headers), hashlib.sha256(header)
         self._tensor_hashes = tensor_hashes
         self._file = open_files.enter_context(path.open("wb"))
-        self._file.write(header)
+        self._disk = open_files.enter_context(ThreadPoolExecutor(1))
+        self._sync: Future[None] | None = None
+        self._unsynced = self._file.write(header)
 
     def add(self, value: Tensor) -> None:
         """The next tensor."""
@@ -72,14 +76,24 @@ class StreamedFile:
         self._digest.update(data)
         if self._tensor_hashes is not None:
             self._tensor_hashes[name] = hashlib.sha256(data).hexdigest()
+        self._unsynced += data.nbytes
+        if self._unsynced >= _SYNCED_AT_ONCE:
+            self._start_sync()
+
+    def _start_sync(self) -> Future[None]:
+        """Have what is written brought to the disk, when what was written before is there."""
+        if self._sync:
+            self._sync.result()  # the system tells of a failed write only once: it may have told this one
+        self._file.flush()
+        self._sync, self._unsynced = self._disk.submit(os.fsync, self._file.fileno()), 0
+        return self._sync
 
     def finish(self) -> str:
         """Complete the file; its sha256."""
         left = [name for name, _ in self._expected]
         if left:
             raise MergeError(f"{self._path.name}: tensor '{left[0]}' was not written")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._start_sync().result()
         return self._digest.hexdigest()
 
 
