@@ -40,7 +40,7 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist worksteal
 
 FUZZ_EXAMPLES ?= 10000
 fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000)

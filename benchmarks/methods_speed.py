@@ -14,7 +14,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,13 @@ with compute_threads(count):
 
 
 def peak_memory(model: str, name: str, count: int) -> int:
-    """Bytes beyond the task vectors, in a process of its own."""
-    route = f"wudi {FEW_STEPS} {name.split()[-1]}" if name.startswith("wudi") else name
+    """Bytes beyond the task vectors; WUDI's do not depend on its steps."""
+    return _peak_of_route(model, f"wudi {FEW_STEPS} {name.split()[-1]}" if name.startswith("wudi") else name, count)
+
+
+@cache
+def _peak_of_route(model: str, route: str, count: int) -> int:
+    """The same, in a process of its own."""
     run = watch(_CHILD, str(Path(__file__).parent), model, route, str(count))
     return run.peak - run.before
 
