@@ -82,6 +82,7 @@ def test_suites_are_made_of_twenty_tasks_and_groups_do_not_overlap() -> None:
     assert [task.name for task in TASKS[:8]] == "mnist fashion cifar10 digits emoji groceries solar qd_animals".split()
     classes = [name for group in GROUPS.values() for name in group]
     assert len(classes) == len(set(classes))
+    assert all(name == " ".join(name.split()) for name in classes)
     assert min(map(len, GROUPS.values())) >= 20
 
 

@@ -82,7 +82,7 @@ _CLASSES = {
         soccer ball, suitcase, tennis racquet, wheel
         """,
 }
-GROUPS = {group: tuple(name.strip() for name in names.split(",")) for group, names in _CLASSES.items()}
+GROUPS = {group: tuple(" ".join(name.split()) for name in names.split(",")) for group, names in _CLASSES.items()}
 
 
 @cache
