@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from acemerge.adapter_output import AdapterWriter
+from acemerge.engine.together import own_stream, together
 from acemerge.plan import Plan, PlannedTensor, tensor_record
 from acemerge.progress import Progress, SharedProgress
 from acemerge.resources import check_resources
 from acemerge.staging import Staging
 from acemerge.statistics import Gathered
 from acemerge.task_vectors import MergedTensor, merge_tensor, merge_to_factors, prefetch
+from acemerge.threads import share
 from acemerge.writer import PartsWriter, write_safetensors
 
 Record = dict[str, Any]
@@ -137,10 +139,18 @@ class ShardWriter:
         return {"sha256": digest, "parts": {}, "tensors": records}
 
     def _merged(self, ordered: Sequence[PlannedTensor], gathered: Gathered) -> Iterator[tuple[PlannedTensor, MergedTensor]]:
-        """Each tensor with its merged value; the next one's pages are brought in meanwhile."""
+        """Each tensor with its merged value; the following ones' pages are brought in meanwhile."""
+
+        def merge(tensor: PlannedTensor) -> MergedTensor:
+            with own_stream(self.device):
+                return merge_tensor(self.plan, tensor, self.device, gathered.get((tensor.method, tensor.options)))
+
+        groups = together(ordered, self.device)
         with ThreadPoolExecutor(1) as reader:
-            for tensor, following in zip(ordered, [*ordered[1:], None], strict=True):
-                ahead = reader.submit(prefetch, self.plan, following) if following else None
-                yield tensor, merge_tensor(self.plan, tensor, self.device, gathered.get((tensor.method, tensor.options)))
-                if ahead:
-                    ahead.result()
+            for group, following in zip(groups, [*groups[1:], []], strict=True):
+                ahead = [reader.submit(prefetch, self.plan, tensor) for tensor in following]
+                # One alone is not shared out: it may share its own work.
+                merged = share(merge, group) if len(group) > 1 else map(merge, group)
+                yield from zip(group, merged, strict=True)
+                for future in ahead:
+                    future.result()
