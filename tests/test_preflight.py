@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import acemerge
 from acemerge.errors import InputError, MergeError, PreflightError
+from acemerge.source import resolve_source
 from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
 
@@ -133,6 +134,16 @@ def test_places_that_are_not_models(models: Models, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no weights at all" in problems(Models(models.base, [tmp_path / "empty"]), tmp_path / "out")
     assert "no such file or folder" in problems(Models(models.base, [tmp_path / "nowhere"]), tmp_path / "out")
+
+
+def test_a_snapshot_in_the_hubs_cache_is_known_by_its_hub_id(models: Models, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--fine-tune.v1" / "snapshots" / "0123abcd"
+    shutil.copytree(models.experts[0], snapshot)
+    source = resolve_source(str(snapshot))
+    assert (source.public_name, source.short_name) == ("org/fine-tune.v1@0123abcd", "fine-tune.v1")
+    acemerge.merge(models.base, [snapshot, models.experts[1]], tmp_path / "merged")
+    assert "org/fine-tune.v1@0123abcd" in (tmp_path / "merged" / "README.md").read_text()
+    assert resolve_source(str(models.base)).hub_id is None
 
 
 def test_a_hub_id_that_is_not_cached_when_offline(models: Models, tmp_path: Path) -> None:

@@ -54,12 +54,21 @@ def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = Fa
     except OSError as error:
         raise InputError(f"{given}: cannot be looked up ({error.strerror})") from None
     if exists:
-        return Source(given, path)
+        return _from_path(given, path)
     match = _HUB_ID.fullmatch(given)
     in_a_folder_here = "/" in given and path.parent.is_dir()
     if match is None or given.startswith((".", "/", "~")) or given.endswith(WEIGHT_SUFFIXES) or in_a_folder_here:
         raise InputError(f"{given}: no such file or folder")
     return _from_hub(given, match["repo"], match["revision"], offline)
+
+
+def _from_path(given: str, path: Path) -> Source:
+    """A snapshot in the hub's cache, models--OWNER--NAME/snapshots/REVISION, is known by what the hub calls it."""
+    folder = path.resolve()
+    repo = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repo.startswith("models--"):
+        return Source(given, path, repo.removeprefix("models--").replace("--", "/"), folder.name)
+    return Source(given, path)
 
 
 def _from_hub(given: str, repo: str, revision: str | None, offline: bool) -> Source:
