@@ -142,15 +142,18 @@ class ShardWriter:
         """Each tensor with its merged value; the following ones' pages are brought in meanwhile."""
 
         def merge(tensor: PlannedTensor) -> MergedTensor:
+            return merge_tensor(self.plan, tensor, self.device, gathered.get((tensor.method, tensor.options)))
+
+        def merge_beside_others(tensor: PlannedTensor) -> MergedTensor:
             with own_stream(self.device):
-                return merge_tensor(self.plan, tensor, self.device, gathered.get((tensor.method, tensor.options)))
+                return merge(tensor)
 
         groups = together(ordered, self.device)
         with ThreadPoolExecutor(1) as reader:
             for group, following in zip(groups, [*groups[1:], []], strict=True):
                 ahead = [reader.submit(prefetch, self.plan, tensor) for tensor in following]
-                # One alone is not shared out: it may share its own work.
-                merged = share(merge, group) if len(group) > 1 else map(merge, group)
+                # One alone may share its own work; and a GPU keeps memory for every stream, so a large one gets none of its own.
+                merged = share(merge_beside_others, group) if len(group) > 1 else map(merge, group)
                 yield from zip(group, merged, strict=True)
                 for future in ahead:
                     future.result()
