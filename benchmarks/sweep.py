@@ -6,8 +6,9 @@
 One merge and one sweep take turns; the ratio is that of their medians, beside the smallest and largest ratio of a single turn.
 Only the method is timed, not reading and writing. The merge is at the default epsilon and k_frac: where all three tau lie on one
 side of the tensor's gamma, in that branch; where they lie on both, in the heterogeneous one, the dearer. A merge in which float32
-proves too imprecise takes as long as two; so it says in which precision the merge and the 45 points were done. The last column is
-the largest relative difference between a point of the sweep and a merge of its own, over a point of each branch.
+proves too imprecise is done again in float64, so it says in which precision the merge and the 45 points were done. `/ dearest` is
+the ratio to the dearest merge of the grid itself, at its smallest epsilon and largest k_frac. The last column is the largest
+relative difference between a point of the sweep and a merge of its own, over a point of each branch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from layers import interleaved, make_experts
@@ -57,13 +58,18 @@ def measure(case: Case, repeats: int) -> str:
     gamma = heterogeneity([float(D.double().square().sum()) for D in task_vectors])
     grid = case.grid(gamma)
     one = AceOptions(epsilon=1e-5, tau=min(options.tau for options in grid), k_frac=0.3)
+    dearest = replace(one, epsilon=case.smallest, k_frac=max(K_FRACS))
 
     def sweep() -> Iterator[tuple[list[int], Merged]]:
         return merge_at_points(ace, task_vectors, grid, [context] * len(grid))
 
-    routes = {"merge": lambda: ace(task_vectors, one, context), "sweep": lambda: [None for _ in sweep()]}
+    routes = {
+        "merge": lambda: ace(task_vectors, one, context),
+        "dearest": lambda: ace(task_vectors, dearest, context),
+        "sweep": lambda: [None for _ in sweep()],
+    }
     turns = [interleaved(routes, 1) for _ in range(repeats + 1)][1:]  # the first is for warming up
-    merge, whole = (statistics.median(turn[name] for turn in turns) for name in routes)
+    merge, dear, whole = (statistics.median(turn[name] for turn in turns) for name in routes)
     single = sorted(turn["sweep"] / turn["merge"] for turn in turns)
     checked = {grid.index(o): o for o in (min(grid, key=lambda o: o.tau), max(grid, key=lambda o: o.tau))}
     worst, in_float32 = 0.0, 0
@@ -75,7 +81,7 @@ def measure(case: Case, repeats: int) -> str:
     precision = ace(task_vectors, one, context).facts["precision"]
     return (
         f"{f'{case.rows}x{case.columns}':10} {case.side:14} {precision} {in_float32:7} {merge:9.2f} {whole:8.2f} "
-        f"{whole / merge:7.2f}   {single[0]:.2f} to {single[-1]:.2f}   {worst:.0e}"
+        f"{whole / merge:7.2f}   {single[0]:.2f} to {single[-1]:.2f} {whole / dear:9.2f}   {worst:.0e}"
     )
 
 
@@ -86,7 +92,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--smallest", type=float, default=1e-6, help="epsilon; four more, each ten times the one before")
     given = parser.parse_args()
-    print("tensor     the tau are    merge in float32  merge, s sweep, s   ratio   of single turns   difference")
+    print("tensor     the tau are    merge in float32  merge, s sweep, s   ratio   of single turns  / dearest  difference")
     with compute_threads(given.threads):
         for rows, columns in ((1, 1), (1, 4), (4, 1)):
             for side in TAUS:
