@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 import acemerge
 from acemerge.errors import InputError
 from reference_ace import reference_ace
-from small_models import base_tensors, fine_tuned
+from small_models import base_tensors, fine_tuned, write_models
 
 
 def state_dicts() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -120,3 +121,20 @@ def test_problems_survive_the_way_between_processes() -> None:
 
     again = pickle.loads(pickle.dumps(PreflightError(["one", "two"])))
     assert (again.problems, str(again)) == (("one", "two"), str(PreflightError(["one", "two"])))
+
+
+def test_options_that_are_named_like_a_keyword_go_into_options(tmp_path: Path) -> None:
+    models = write_models(tmp_path, 2)
+    merged = acemerge.merge(models.base, models.experts, tmp_path / "cart", "cart", options={"rank": 0.5}, alpha=0.3)
+    assert merged.plan.recipe.options == {"rank": 0.5, "alpha": 0.3}
+    grid = acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"alpha": [0.3]}, "ties", options={"keep": 0.4})
+    [point] = grid.points
+    alone = acemerge.merge(models.base, models.experts, tmp_path / "alone", "ties", keep=0.4, alpha=0.3)
+    assert point.folder is not None
+    assert (point.folder / "model.safetensors").read_bytes() == (alone.output / "model.safetensors").read_bytes()
+
+
+def test_a_method_s_keep_is_not_the_sweep_s(tmp_path: Path) -> None:
+    models = write_models(tmp_path, 2)
+    with pytest.raises(InputError, match=r"keep=0.3.*options="):
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"alpha": [0.3]}, "ties", keep="0.3")

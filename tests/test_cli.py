@@ -221,9 +221,11 @@ def test_a_reader_that_leaves_early_is_no_failure(models: Models) -> None:
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(acemerge: Command, models: Models, tmp_path: Path) -> None:
-    code, _, err = acemerge("merge", *models.arguments, "-o", tmp_path / "out", "-m", "nope", "--debug")
-    assert code == 2
-    assert "Traceback" in err
+    command = ["merge", *models.arguments, "-o", tmp_path / "out", "-m", "nope"]
+    for arguments in ([*command, "--debug"], ["--debug", *command]):
+        code, _, err = acemerge(*arguments)
+        assert code == 2
+        assert "Traceback" in err
 
 
 def test_a_larger_vocabulary_is_noted(acemerge: Command, models: Models, tmp_path: Path) -> None:

@@ -998,7 +998,7 @@ def test_core_space_hands_on_what_the_inner_method_says() -> None:
     assert merged.facts["active_experts"] == 3
 
 
-@pytest.mark.parametrize("inner", ["core_space", "emr", "slerp"])
+@pytest.mark.parametrize("inner", ["core_space", "emr", "slerp", "regmean"])
 def test_core_space_refuses_methods_that_cannot_merge_cores(inner: str) -> None:
     with pytest.raises(InputError, match=f"inner='{inner}' is not allowed"):
         merge("core_space", experts(2, 8, 8), inner=inner)

@@ -61,13 +61,14 @@ def merge(
     report: bool = False,
     offline: bool = False,
     quiet: bool = True,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
+    **more_options: Any,
 ) -> MergeResult:
     """Merge checkpoints on disk (or hub ids) into the folder `output`: the same as `acemerge merge`.
 
     `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
     folder with a file per expert, or a suite of the bench or its name. Further keywords are the method's options, such as
-    epsilon=1e-5.
+    epsilon=1e-5; `options` takes them as a mapping, also those that are named like a keyword here, such as cart's rank.
     """
     suite = None if data is None or isinstance(data, str | PathLike) else data
     pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
@@ -76,7 +77,7 @@ def merge(
             "base": str(base),
             "experts": [{"model": str(model), "name": name} for name, model in pairs],
             "method": method,
-            "options": options,
+            "options": {**(options or {}), **more_options},
             "data": suite.name if suite else data if data is None else str(data),
             "tensors": [dict(rule) for rule in tensors],
             "preset": preset,
@@ -138,13 +139,14 @@ def sweep(
     force: bool = False,
     offline: bool = False,
     quiet: bool = True,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
+    **more_options: Any,
 ) -> SweepResult:
     """Merge at every combination of settings, such as {"epsilon": [1e-5, 1e-4]}, in one pass: the same as `acemerge sweep`.
 
     `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
     stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another. Further
-    keywords are options that do not vary; all others are those of `merge`.
+    keywords, or `options`, are the method's options that do not vary; all others are those of `merge`.
     """
     if maximise and minimise:
         raise InputError("maximise and minimise: one score decides; give one of them")
@@ -155,7 +157,7 @@ def sweep(
             "base": str(base),
             "experts": [{"model": str(model), "name": name} for name, model in pairs],
             "method": method,
-            "options": options,
+            "options": {**(options or {}), **more_options},
             "data": suite.name if suite else data if data is None else str(data),
             "tensors": [dict(rule) for rule in tensors],
             "preset": preset,

@@ -82,7 +82,10 @@ Missing = Annotated[
     str | None,
     typer.Option(help="A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it."),
 ]
-OutputDtype = Annotated[str | None, typer.Option("--dtype", help="Output dtype; by default each tensor keeps the base's.")]
+OutputDtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="Output dtype: float32, bfloat16, float16 or float64; by default each tensor keeps the base's."),
+]
 SaveAs = Annotated[
     str | None,
     typer.Option("--as", help="What to write: 'model', or 'adapter' to merge LoRA adapters into one LoRA adapter."),
@@ -91,7 +94,7 @@ Rank = Annotated[
     int | None,
     typer.Option(help="With --as adapter: the largest rank to write. By default the merge's own, which loses nothing.", min=1),
 ]
-ShardSize = Annotated[str | None, typer.Option(help="Largest output file, 5GB by default.")]
+ShardSize = Annotated[str | None, typer.Option(help="Largest output file, such as 500MB; 5GB by default.")]
 AllowNonfinite = Annotated[
     bool,
     typer.Option(
@@ -101,7 +104,6 @@ AllowNonfinite = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Try even if disk or memory seem too small.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network; hub ids come from the local cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output, for programs.")]
-Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.", hidden=False)]
 
 
 def _version(wanted: bool) -> None:
@@ -115,6 +117,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="With any command: on an error, show the traceback.")] = False,
 ) -> None:
     pass
 
@@ -174,7 +177,6 @@ def merge_command(
         typer.Option("--report", help="Also write report.html into the output: what became of every tensor, with figures."),
     ] = False,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Merge a base's fine-tunes into one model.
 
@@ -224,7 +226,6 @@ def plan_command(
     shard_size: ShardSize = None,
     offline: Offline = False,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Show what a merge would do to every tensor, and what it would cost.
 
@@ -253,7 +254,6 @@ def plan_command(
 def verify_command(
     output: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` or `acemerge task` wrote.")],
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Check that an output is still what was written: every file and every tensor, against the manifest's hashes.
 
@@ -276,7 +276,6 @@ def verify_command(
 def methods_command(
     name: Annotated[str | None, typer.Argument(help="A method, for its options; all methods without it.")] = None,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """List the merging methods, or describe one: what it does, its options, defaults, ranges and paper."""
     from acemerge.display import describe_method, list_methods, method_json
@@ -297,7 +296,6 @@ def task_command(
     expert: Annotated[str, typer.Argument(help="Which expert's task: its name in the merge, a folder under heads/ or tasks/.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
-    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Make the model for one task: the merged backbone with what is that expert's own put back on it.
 
@@ -352,14 +350,15 @@ def main() -> None:
 
 def _run(interruption: Interruption) -> None:
     """The command, with every way it can end turned into an exit code and at most one message."""
+    debug = "--debug" in sys.argv  # before or after the verb
     try:
-        app()
+        app([argument for argument in sys.argv[1:] if argument != "--debug"])
     except BrokenPipeError:
         _leave_reader()
     except Exception as error:
         if interruption.received:
             _leave_interrupted()
-        if "--debug" in sys.argv:
+        if debug:
             traceback.print_exc()
         print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)

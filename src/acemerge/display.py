@@ -180,8 +180,8 @@ def describe_method(method: Method) -> None:
     """What it does, its options, its paper."""
     console = new_console()
     console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
-    rest = "averaged" if method.rest == "average" else "kept at the base's value"
-    matrices = f"matrices; other tensors are {rest}, or kept as the model family's preset says"
+    rest = "averaged, or kept as the model family's preset says" if method.rest == "average" else "kept at the base's value"
+    matrices = f"matrices; other tensors are {rest}"
     console.print(f"It merges {_MERGES.get(method.touches, matrices)}. Set an option with -s NAME=VALUE.")
     if method.uses == "data":
         console.print("It uses data besides the weights: give --data SUITE, or --data FOLDER with a file per expert.")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SUITES = {
     "text-8": "Eight text tasks, a small BERT (all-MiniLM-L6-v2).",
     "text-14": "Fourteen text tasks, the same BERT.",
-    "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored [in, out].",
+    "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored \\[in, out].",
     "vision-8": "Eight picture tasks, a small vision transformer.",
     "vision-14": "Fourteen picture tasks.",
     "vision-20": "Twenty picture tasks.",
@@ -42,7 +42,10 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Methods = Annotated[str | None, typer.Option(help="Methods, separated by commas; all data-free methods by default.")]
+Methods = Annotated[
+    str | None,
+    typer.Option(help="Methods, separated by commas; by default all that need the weights alone and take this many experts."),
+]
 Seeds = Annotated[int, typer.Option(min=1, help="How many sets of experts, trained with different random numbers.")]
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Test rows of each task, at most; 1000 by default, all in the paper's suites.")
@@ -60,7 +63,7 @@ Models = Annotated[
 ]
 Data = Annotated[Path | None, typer.Option(help="For the paper's suites: a folder with each task's data, instead of the hub's.")]
 Tasks = Annotated[str | None, typer.Option(help="Only these tasks, separated by commas.")]
-Device = Annotated[str, typer.Option(help="Where to merge and evaluate: cpu, cuda or cuda:N.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows evaluated at once.")]
 RunCode = Annotated[
     bool, typer.Option("--run-generated-code", help="Let humaneval run the code that models write, on this machine.")

@@ -22,7 +22,7 @@ def diagnose_command(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write a report, report.html.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the page to this file, such as report.html.")
     ] = None,
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write every figure as .svg and .png into this folder.")
@@ -48,7 +48,6 @@ def diagnose_command(
     offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every measurement as JSON on standard output.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,  # noqa: ARG001
 ) -> None:
     """Look at experts before merging: are they mergeable, where do they disagree, which method would lose least?
 

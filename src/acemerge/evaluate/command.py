@@ -30,7 +30,6 @@ def evaluate_command(
     ] = None,
     run_generated_code: RunCode = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the results.")] = Path("evaluate-output"),
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,  # noqa: ARG001
 ) -> None:
     """Measure one model on a suite's tasks, and print the paper's numbers below.
 

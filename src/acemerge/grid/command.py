@@ -52,10 +52,10 @@ def sweep_command(
     preset: Annotated[str | None, typer.Option(help="Which tensors merge, as for `acemerge merge`.")] = None,
     orientation: Annotated[str | None, typer.Option(help="canonical, or stored.")] = None,
     missing: Annotated[str | None, typer.Option(help="A tensor that some experts lack: 'error' or 'skip'.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Output dtype; by default each tensor keeps the base's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Output dtype, as for `acemerge merge`.")] = None,
     save_as: Annotated[str | None, typer.Option("--as", help="What to write: 'model', or 'adapter'.")] = None,
     rank: Annotated[int | None, typer.Option(min=1, help="With --as adapter: the largest rank to write.")] = None,
-    shard_size: Annotated[str | None, typer.Option(help="Largest output file, 5GB by default.")] = None,
+    shard_size: Annotated[str | None, typer.Option(help="Largest output file, such as 500MB; 5GB by default.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
     resume: Annotated[
@@ -70,7 +70,6 @@ def sweep_command(
     offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no table; errors only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON on standard output.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,  # noqa: ARG001
 ) -> None:
     """Merge at every combination of settings in one pass, and find the best.
 
@@ -85,7 +84,7 @@ def sweep_command(
     [bold]acemerge sweep base math code -o grid -m ties --set keep=0.1,0.2,0.3 --set alpha=0.3,1[/]
 
     Every model is what `acemerge merge` with these options writes. Tensors are read once for all points, and what points have in
-    common is computed once: with ACE, 45 points cost about as much as three merges. If the run is interrupted, repeat the
+    common is computed once: with ACE, 45 points cost as much as two to four merges. If the run is interrupted, repeat the
     command to go on; with more values, it adds to what is there.
     """
     from acemerge.arguments import parse_lists, recipe_from

@@ -82,7 +82,8 @@ def run_sweep(
         if value is not None and value < 1:
             raise InputError(f"{name}={value}: give at least one")
     if keep not in KEEP:
-        raise InputError(f"keep={keep}: {did_you_mean(keep, KEEP)}")
+        own = "which models stay; a method's own keep is set like any option, --set keep=..., in Python options={'keep': ...}"
+        raise InputError(f"keep={keep}: {did_you_mean(str(keep), KEEP)}; it says {own}")
     points = make_points(get_method(recipe.method), settings)
     check_place(output)
     table = read_table(output)

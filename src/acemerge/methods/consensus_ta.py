@@ -1,4 +1,4 @@
-"""Consensus TA: task arithmetic without the entries that fewer than k tasks need (METHODS section 7)."""
+"""Consensus TA: task arithmetic without the entries that fewer than k tasks need."""
 
 from __future__ import annotations
 

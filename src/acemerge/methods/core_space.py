@@ -29,10 +29,10 @@ class CoreSpaceOptions(Options):
     def resolve(self, config: Mapping[str, Any]) -> CoreSpaceOptions:  # noqa: ARG002
         """These options, if a core can be merged that way."""
         inner = get_method(self.inner)
-        if inner.name == "core_space" or inner.per_task or inner.experts is not None:
+        if inner.name == "core_space" or inner.per_task or inner.experts is not None or inner.uses == "data":
             raise InputError(
-                f"method 'core_space': inner={self.inner!r} is not allowed: it must make one model from any number of experts, "
-                "such as tsv_m, iso_c or ties"
+                f"method 'core_space': inner={self.inner!r} is not allowed: it must make one model from any number of experts by "
+                "the weights alone, such as tsv_m, iso_c or ties"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""EMR-Merging: elect one vector for all tasks; per task, a mask and a scale (METHODS section 17)."""
+"""EMR-Merging: elect one vector for all tasks; per task, a mask and a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FR-Merging: the backbone of FREE-Merging, a high-pass filter on each task vector before the sum (METHODS section 21)."""
+"""FR-Merging: the backbone of FREE-Merging, a high-pass filter on each task vector before the sum."""
 
 from __future__ import annotations
 

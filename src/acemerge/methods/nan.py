@@ -1,4 +1,4 @@
-"""NAN: coefficients inversely proportional to the experts' norms (METHODS section 20)."""
+"""NAN: coefficients inversely proportional to the experts' norms."""
 
 from __future__ import annotations
 

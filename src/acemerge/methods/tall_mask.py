@@ -1,4 +1,4 @@
-"""TALL masks: one vector for all tasks, and per task the entries of it that the task needs (METHODS section 7)."""
+"""TALL masks: one vector for all tasks, and per task the entries of it that the task needs."""
 
 from __future__ import annotations
 

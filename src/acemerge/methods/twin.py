@@ -1,4 +1,4 @@
-"""Twin-Merging, its static part: a shared model and each task's exclusive knowledge, compressed (METHODS section 22)."""
+"""Twin-Merging, its static part: a shared model and each task's exclusive knowledge, compressed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ def report_command(
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write every figure as .svg and .png into this folder.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,  # noqa: ARG001
 ) -> None:
     """Show what a merge did to every tensor: one HTML file, from the manifest of a merged folder, at any time.
 
