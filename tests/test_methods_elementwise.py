@@ -183,6 +183,8 @@ def test_linear_is_the_weighted_average_of_the_weights() -> None:
 
 def test_linear_without_weights_is_the_average_or_the_sum() -> None:
     tau = random_tasks(4, 5, 4)
+    assert run("linear", tau).delta.equal(run("average", tau).delta)
+    assert run("linear", tau, normalise=False).delta.equal(run("task_arithmetic", tau).delta)
     torch.testing.assert_close(run("linear", tau).delta, tau.mean(0))
     torch.testing.assert_close(run("linear", tau, normalise=False).delta, tau.sum(0))
 

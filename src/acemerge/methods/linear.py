@@ -54,6 +54,8 @@ def linear(task_vectors: Float[Tensor, "task *shape"], options: LinearOptions, c
     For when you know which expert should count for more. With normalise=false it is task arithmetic with one scale per
     expert, and a negative weight takes an expert's skill away.
     """
+    if options.weights == "equal":  # as `average` and `task_arithmetic` do it, in a fraction of the time
+        return task_vectors.mean(0) if options.normalise else task_vectors.sum(0)
     weights = weight_each(options.weights, context.experts, context.tensor)
     total = math.fsum(weights) if options.normalise else 1.0
     return weighted_sum(task_vectors, [weight / total for weight in weights])
