@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import acemerge
+from acemerge.checkpoint import from_state_dict
 from acemerge.errors import InputError
 from reference_ace import reference_ace
 from small_models import base_tensors, fine_tuned, write_models
@@ -138,3 +139,50 @@ def test_a_method_s_keep_is_not_the_sweep_s(tmp_path: Path) -> None:
     models = write_models(tmp_path, 2)
     with pytest.raises(InputError, match=r"keep=0.3.*options="):
         acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"alpha": [0.3]}, "ties", keep="0.3")
+
+
+def test_parameters_are_tensors_too(tmp_path: Path) -> None:
+    base, experts = state_dicts()
+    watched = [{name: torch.nn.Parameter(t) if t.is_floating_point() else t for name, t in m.items()} for m in (base, *experts)]
+    models = write_models(tmp_path, 2)
+    torch.save(watched[1], tmp_path / "watched.pt")
+    torch.save(experts[0], tmp_path / "plain.pt")
+    for method in ("ace", "linear", "ties"):
+        merged = acemerge.merge_state_dicts(watched[0], watched[1:], method=method)
+        assert same(merged, acemerge.merge_state_dicts(base, experts, method=method))
+        assert not any(tensor.requires_grad for tensor in merged.values())
+        written = []
+        for name in ("watched", "plain"):
+            output = tmp_path / f"{method}-{name}"
+            acemerge.merge(models.base, [tmp_path / f"{name}.pt", models.experts[1]], output, method)
+            written.append((output / "model.safetensors").read_bytes())
+        assert written[0] == written[1]
+
+
+def test_what_is_no_state_dict_is_refused_in_words() -> None:
+    base, experts = state_dicts()
+    name = "layers.0.weight"
+    for bad, complaint in (
+        (base[name].numpy(), "is a ndarray, not a tensor"),
+        ({"inner": base[name]}, "is a dict, not a tensor"),
+        (base[name].to_sparse(), "not a plain dense tensor"),
+        (base[name].to("meta"), "not a plain dense tensor"),
+    ):
+        with pytest.raises(InputError, match=f"expert 0: '{name}' .*{complaint}|expert 0: '{name}' {complaint}"):
+            from_state_dict({**experts[0], name: bad}, "expert 0")  # type: ignore[dict-item]
+    with pytest.raises(InputError, match=r"a Linear is no state dict; give model.state_dict\(\)"):
+        from_state_dict(torch.nn.Linear(2, 2), "base")  # type: ignore[arg-type]
+
+
+def test_one_expert_is_given_in_a_list(tmp_path: Path) -> None:
+    models = write_models(tmp_path, 1)
+    with pytest.raises(InputError, match="give a list of models"):
+        acemerge.merge(models.base, str(models.experts[0]), tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "bfloat16"])
+def test_dtypes_have_several_names(tmp_path: Path, dtype: torch.dtype | str) -> None:
+    models = write_models(tmp_path, 2)
+    result = acemerge.merge(models.base, models.experts, tmp_path / "out", dtype=dtype)
+    assert result.plan.recipe.dtype == "bfloat16"
+    assert len(repr(result)) < 500

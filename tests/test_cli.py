@@ -220,6 +220,35 @@ def test_a_reader_that_leaves_early_is_no_failure(models: Models) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed(models: Models, tmp_path: Path, closed: str) -> None:
+    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} {closed}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert load_file(tmp_path / "out/model.safetensors")
+
+
+@pytest.mark.parametrize("flags", ["--json", ""])
+def test_a_summary_that_cannot_be_printed_says_so(models: Models, tmp_path: Path, flags: str) -> None:
+    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} {flags} > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "out was written and is whole, but standard output did not take the summary: No space left" in result.stderr
+    assert load_file(tmp_path / "out/model.safetensors")
+
+
+def test_inputs_that_are_nearly_a_model(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    pointer = tmp_path / "cloned"
+    pointer.mkdir()
+    (pointer / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "peft/math").mkdir(parents=True)
+    (tmp_path / "peft/math/adapter_config.json").write_text("{}")
+    for expert, complaint in ((pointer, "a git-lfs pointer"), (tmp_path / "peft", f"give {tmp_path / 'peft/math'}")):
+        code, _, err = acemerge("plan", models.base, expert)
+        assert code == 2
+        assert complaint in err
+
+
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(acemerge: Command, models: Models, tmp_path: Path) -> None:
     command = ["merge", *models.arguments, "-o", tmp_path / "out", "-m", "nope"]
     for arguments in ([*command, "--debug"], ["--debug", *command]):

@@ -78,6 +78,7 @@ def test_by_request_such_a_tensor_is_averaged(models: Models, tmp_path: Path, me
     edit(models.experts[1], "layers.1.weight", put(NAN, 3))
     result = acemerge.merge(models.base, models.experts, tmp_path / "out", method=method, allow_nonfinite=True)
     assert any("has 3 NaN" in warning and "It is averaged, not merged" in warning for warning in result.warnings)
+    assert not any("--allow-nonfinite" in warning for warning in result.warnings)
     merged = load_file(tmp_path / "out/model.safetensors")
     experts = [load_file(expert / "model.safetensors")["layers.1.weight"] for expert in models.experts]
     torch.testing.assert_close(merged["layers.1.weight"], torch.stack(experts).mean(0), equal_nan=True, rtol=0, atol=1e-6)
@@ -120,3 +121,11 @@ def test_the_command(models: Models, tmp_path: Path) -> None:
     assert (ended.code, "has 3 NaN or infinite values" in ended.err) == (1, True)
     ended = in_child(lambda: command(*merge, "--allow-nonfinite"))
     assert (ended.code, "has 3 NaN or infinite values" in ended.out) == (0, True)
+
+
+def test_an_error_advises_what_there_is(models: Models, tmp_path: Path) -> None:
+    edit(models.experts[1], "layers.1.weight", put(NAN, 3))
+    with pytest.raises(MergeError, match=r"leave out that model, or pass --allow-nonfinite to insist$"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out")
+    with pytest.raises(MergeError, match=r"leave out that model$"):
+        acemerge.diagnose(models.base, models.experts)

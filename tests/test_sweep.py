@@ -364,6 +364,37 @@ def test_a_folder_of_another_merge_is_not_taken_for_done(models: Models, tmp_pat
     assert json.loads((output / "alpha=0.5" / "acemerge_manifest.json").read_text())["options"]["tau"] == 0.0
 
 
+def test_points_of_another_sweep_are_not_mixed_with_these(models: Models, tmp_path: Path) -> None:
+    output = tmp_path / "grid"
+    acemerge.sweep(models.base, models.experts, output, {"keep": [0.1, 0.2]}, "ties")
+    before = (output / TABLE).read_bytes()
+    for method, experts, options, reason in (
+        ("linear", models.experts, {}, "method ties, not linear"),
+        ("ties", models.experts[:2], {}, "other models"),
+        ("ties", models.experts, {"scope": "tensor"}, r"options {}, not {'scope': 'tensor'}"),
+    ):
+        with pytest.raises(InputError, match=f"holds keep=0.1 of a sweep with {reason}"):
+            acemerge.sweep(models.base, experts, output, {"alpha": [0.5]}, method, options=options)
+    assert (output / TABLE).read_bytes() == before
+    acemerge.sweep(models.base, models.experts, output, {"keep": [0.3]}, "ties")
+    assert sorted(json.loads((output / TABLE).read_text())["points"]) == ["keep=0.1", "keep=0.2", "keep=0.3"]
+
+
+def test_a_best_that_is_beaten_later_does_not_stay(models: Models, tmp_path: Path) -> None:
+    def score(folder: Path, settings: Mapping[str, Any]) -> float:
+        return float(settings["alpha"])
+
+    output = tmp_path / "grid"
+    acemerge.sweep(models.base, models.experts, output, {"alpha": [0.5, 1.0]}, evaluate=score)
+    assert names_in(output) == ["alpha=1.0", TABLE]
+    acemerge.sweep(models.base, models.experts, output, {"alpha": [0.5, 1.0, 1.5]}, evaluate=score)
+    assert names_in(output) == ["alpha=1.5", TABLE]
+    result = acemerge.sweep(models.base, models.experts, output, {"alpha": [0.5, 1.0, 1.5]}, evaluate=score, minimise="score")
+    assert names_in(output) == ["alpha=0.5", TABLE]
+    assert result.best is not None
+    assert result.best.folder == output / "alpha=0.5"
+
+
 # --- refusals: one sentence, before any work, and no folder
 
 

@@ -45,7 +45,7 @@ def merge(
     preset: str = "auto",
     orientation: Orientation = "canonical",
     missing: str = "error",
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     allow_nonfinite: bool = False,
     save_as: str = "model",
     rank: int | None = None,
@@ -71,11 +71,10 @@ def merge(
     epsilon=1e-5; `options` takes them as a mapping, also those that are named like a keyword here, such as cart's rank.
     """
     suite = None if data is None or isinstance(data, str | PathLike) else data
-    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
     recipe = make_recipe(
         {
             "base": str(base),
-            "experts": [{"model": str(model), "name": name} for name, model in pairs],
+            "experts": _named(experts),
             "method": method,
             "options": {**(options or {}), **more_options},
             "data": suite.name if suite else data if data is None else str(data),
@@ -126,7 +125,7 @@ def sweep(
     preset: str = "auto",
     orientation: Orientation = "canonical",
     missing: str = "error",
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     allow_nonfinite: bool = False,
     save_as: str = "model",
     rank: int | None = None,
@@ -151,11 +150,10 @@ def sweep(
     if maximise and minimise:
         raise InputError("maximise and minimise: one score decides; give one of them")
     suite = None if data is None or isinstance(data, str | PathLike) else data
-    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
     recipe = make_recipe(
         {
             "base": str(base),
-            "experts": [{"model": str(model), "name": name} for name, model in pairs],
+            "experts": _named(experts),
             "method": method,
             "options": {**(options or {}), **more_options},
             "data": suite.name if suite else data if data is None else str(data),
@@ -207,9 +205,7 @@ def diagnose(
 
     `candidates` are merges to forecast, such as "ace" or "ace:epsilon=1e-3".
     """
-    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
-    models = [{"model": str(model), "name": name} for name, model in pairs]
-    fields = {"base": str(base), "experts": models, "preset": preset, "orientation": orientation, "missing": missing}
+    fields = {"base": str(base), "experts": _named(experts), "preset": preset, "orientation": orientation, "missing": missing}
     recipe = make_recipe(fields, "acemerge.diagnose")
     sources = find_sources(recipe, offline=offline)
     return measure(recipe, sources, SilentProgress(), candidates=candidates, device=torch_device(device), quick=quick)
@@ -274,6 +270,9 @@ def merge_task_vectors(
     tensor([[2., 4.]])
     """
     chosen = get_method(method)
+    if not isinstance(task_vectors, Tensor):
+        kind = type(task_vectors).__name__
+        raise InputError(f"give task vectors as one tensor [task, ...], such as torch.stack(them), not a {kind}")
     if chosen.uses == "data":
         raise InputError(f"{needs_data(method)}, and task vectors alone do not have it; use acemerge.merge(..., data=...)")
     if not task_vectors.is_floating_point() or task_vectors.dim() == 0 or len(task_vectors) == 0:
@@ -285,6 +284,14 @@ def merge_task_vectors(
     wide = task_vectors.detach() if task_vectors.dtype in (torch.float32, torch.float64) else task_vectors.detach().float()
     merged = chosen(wide, chosen.options(options).resolve({}))
     return merged.delta.to(task_vectors.dtype)
+
+
+def _named(experts: Sequence[Model] | Mapping[str, Model]) -> list[dict[str, str | None]]:
+    """The experts as a recipe has them."""
+    if isinstance(experts, str | PathLike):
+        raise InputError(f"experts={str(experts)!r}: give a list of models, or a mapping of names to models")
+    pairs = list(experts.items()) if isinstance(experts, Mapping) else [(None, expert) for expert in experts]
+    return [{"model": str(model), "name": name} for name, model in pairs]
 
 
 def _describe(tensor: Tensor) -> str:

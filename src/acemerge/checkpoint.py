@@ -23,6 +23,7 @@ from acemerge.untrusted import (
     check_header_length,
     check_inside,
     check_names,
+    check_not_pointer,
     check_plain,
     check_zip,
     parse_json,
@@ -184,9 +185,24 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], name: str) -> Checkpoint:
-    """An in-memory checkpoint. Its tensors are handed out as they are: readers do not write to them."""
-    headers = {key: _header_of(tensor) for key, tensor in state_dict.items()}
-    return Checkpoint(name, headers, state_dict.__getitem__, tied=_shared_storage(state_dict))
+    """An in-memory checkpoint. Its tensors' memory is handed out as it is: readers do not write to it."""
+    if not isinstance(state_dict, Mapping):
+        raise InputError(f"{name}: a {type(state_dict).__name__} is no state dict; give model.state_dict()")
+    tensors = {key: _in_memory(name, key, tensor) for key, tensor in state_dict.items()}
+    headers = {key: _header_of(tensor) for key, tensor in tensors.items()}
+    return Checkpoint(name, headers, tensors.__getitem__, tied=_shared_storage(tensors))
+
+
+def _in_memory(model: str, name: str, tensor: object) -> Tensor:
+    """A tensor of a state dict, without what torch watches for gradients."""
+    import torch
+
+    kind = type(tensor).__name__
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{model}: '{name}' is a {kind}, not a tensor; give model.state_dict()")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise InputError(f"{model}: '{name}' is not a plain dense tensor with data ({kind}, {tensor.layout}, {tensor.device})")
+    return tensor.detach()
 
 
 def _header_of(tensor: Tensor) -> TensorHeader:
@@ -250,6 +266,8 @@ def _unindexed_files(path: Path) -> list[Path]:
     if len(candidates) == 1:
         return candidates
     found_names = ", ".join(p.name for p in candidates) or "no weights at all"
+    if adapters := sorted(p.name for p in path.iterdir() if (p / "adapter_config.json").is_file()):
+        raise InputError(f"{path}: no weights here, but PEFT adapters below it; give {path / adapters[0]}")
     raise InputError(f"{path}: expected model.safetensors, pytorch_model.bin or an index of shards; found {found_names}")
 
 
@@ -299,6 +317,7 @@ def open_file(path: Path) -> WeightsFile:
     """Open one weights file, whatever its format; reads its header only."""
     if not os.access(path, os.R_OK):
         raise InputError(f"{path}: cannot be read; you lack the permission")
+    check_not_pointer(path)
     opened = _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
     check_names(path, opened.tensors)
     return opened
@@ -362,7 +381,8 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
             break
         wrapper = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if wrapper is None:
-            tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+            # Parameters are tensors that torch watches, and what is read here is written to pieces that it does not.
+            tensors = {str(name): value.detach() for name, value in content.items() if isinstance(value, torch.Tensor)}
             if tensors:
                 return tensors
             break

@@ -8,6 +8,8 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -20,7 +22,14 @@ from acemerge.diagnosis.command import diagnose_command
 from acemerge.errors import AcemergeError, MergeError, PreflightError
 from acemerge.evaluate.command import evaluate_command
 from acemerge.grid.command import sweep_command
-from acemerge.process import INTERRUPTED, INTERRUPTION, Interruption, explain_bus_errors, prompt_interruption
+from acemerge.process import (
+    INTERRUPTED,
+    INTERRUPTION,
+    Interruption,
+    explain_bus_errors,
+    open_standard_streams,
+    prompt_interruption,
+)
 from acemerge.report.command import report_command
 
 if TYPE_CHECKING:
@@ -204,10 +213,11 @@ def merge_command(
         recipe, output, relative_to=relative_to, device=device, threads=threads, engine=engine, ray_address=ray_address,
         resume=resume, overwrite=overwrite, offline=offline, verify=verify, force=force, report=report, quiet=quiet or as_json,
     )  # fmt: skip
-    if as_json:
-        _print_json(_result_json(result))
-    elif not quiet:
-        print_result(result, verbose)
+    with _telling_of(output):
+        if as_json:
+            _print_json(_result_json(result))
+        elif not quiet:
+            print_result(result, verbose)
 
 
 @app.command("plan")
@@ -315,6 +325,21 @@ def _given(*values: str | int | None) -> dict[str, Any]:
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
+@contextmanager
+def _telling_of(output: Path) -> Iterator[None]:
+    """Where standard output cannot take the summary, say that the work itself is done."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _leave_reader()
+        raise MergeError(
+            f"{output} was written and is whole, but standard output did not take the summary: {error.strerror}"
+        ) from None
+
+
 def _print_json(content: Any) -> None:
     try:
         print(json.dumps(content, indent=1), flush=True)
@@ -338,6 +363,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Also before torch loads: large tensors in huge pages where the kernel has them, which costs a quarter of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    open_standard_streams()
     explain_bus_errors()
     try:
         with prompt_interruption() as interruption:

@@ -43,8 +43,8 @@ class MergeResult:
     """What a merge wrote, for the caller."""
 
     output: Path
-    plan: Plan
-    tensors: Sequence[Mapping[str, Any]]
+    plan: Plan = field(repr=False)
+    tensors: Sequence[Mapping[str, Any]] = field(repr=False)
     """One record per tensor of the output: what the manifest holds."""
 
     @property
@@ -230,7 +230,8 @@ def torch_device(name: str) -> torch.device:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"--device {name}: not available here ({reason[:80]}); use cpu, cuda or cuda:N") from None
+        usable = "cpu" if not torch.cuda.is_available() else f"cpu, or cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        raise InputError(f"--device {name}: not available here ({reason[:80]}); use {usable}") from None
     return device
 
 

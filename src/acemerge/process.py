@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
@@ -38,6 +39,18 @@ def explain_bus_errors() -> None:
     Torch reads pages without holding Python's lock, so the handler can take it.
     """
     ctypes.CDLL(None).signal(int(signal.SIGBUS), _BUS_ERROR_HANDLER)
+
+
+def open_standard_streams() -> None:
+    """Where a parent closed standard input, output or error, open the null device: else the next file would take its place."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 class Interruption:

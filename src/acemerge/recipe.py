@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,7 +19,16 @@ from acemerge.sizes import parse_size
 from acemerge.untrusted import read_bounded
 
 Orientation = Literal["canonical", "stored"]
-Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+_SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def _dtype_name(given: object) -> object:
+    """Torch's own dtypes and the usual short names are understood too."""
+    name = str(given).removeprefix("torch.")
+    return _SHORT_DTYPES.get(name, name)
+
+
+Dtype = Annotated[Literal["float64", "float32", "float16", "bfloat16"], BeforeValidator(_dtype_name)]
 
 
 class _Strict(BaseModel):
@@ -111,8 +119,12 @@ def _explain(error: dict[str, Any]) -> str:
     return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"
 
 
+_NO_NAME = "<byte string>"  # what YAML calls a file that it is given the content of
 _LARGEST_RECIPE = 200_000  # bytes: a thousand rules
 _DEEPEST_RECIPE = 20
+
+
+_QUOTE = "A pattern that begins with * needs quotes: match: '*embeddings*'"
 
 
 class _RecipeLoader(FastLoader):
@@ -120,9 +132,11 @@ class _RecipeLoader(FastLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As SafeLoader, but each key once."""
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := [key for key, count in keys.items() if count > 1]:
-            raise yaml.YAMLError(f"'{twice[0]}' is given twice{node.start_mark}")
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.YAMLError(f"'{key.value}' is given twice, the second time in line {key.start_mark.line + 1}")
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
         return super().construct_mapping(node, deep)
 
 
@@ -131,7 +145,7 @@ def _parse_recipe(text: bytes) -> Any:
     depth = 0
     for event in yaml.parse(text, Loader=_RecipeLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not allowed in a recipe; write the value out")
+            raise yaml.YAMLError(f"aliases (*name) are not allowed in a recipe; write the value out. {_QUOTE}")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST_RECIPE:
             raise yaml.YAMLError("nested too deeply for a recipe")
@@ -145,7 +159,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: cannot be read as YAML: {error}") from None
+        hint = f"\n{_QUOTE}" if "scanning an alias" in str(error) else ""
+        raise InputError(f"{path}: cannot be read as YAML: {str(error).replace(_NO_NAME, path.name)}{hint}") from None
     if not isinstance(fields, dict):
         raise InputError(f"{path}: a recipe is a mapping with 'base' and 'experts'; found {type(fields).__name__}")
     return fields

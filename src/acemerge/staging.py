@@ -112,9 +112,9 @@ def check_place(output: Path, inputs: Sequence[Path] = ()) -> None:
     """Refuse a place where no folder can be made, or that has to do with a model that is read."""
     if output.is_symlink():
         raise InputError(f"{output}: is a link; give the folder itself")
-    if output.is_mount():
-        raise InputError(f"{output}: is the root of a file system, which nothing can be renamed to; give a folder inside it")
     place = output.resolve()
+    if place.is_mount():
+        raise InputError(f"{output}: is the root of a file system, which nothing can be renamed to; give a folder inside it")
     for path in (given.resolve() for given in inputs):
         if place == path or place in path.parents or (path.is_dir() and path in place.parents):
             raise InputError(f"{output}: is, holds or lies in the model {path.name} that is read; choose another output")
@@ -125,12 +125,13 @@ def check_place(output: Path, inputs: Sequence[Path] = ()) -> None:
 
 def _check_may_replace(output: Path, overwrite: bool) -> None:
     """Only what acemerge wrote itself is ever replaced: every file must be in the folder's own manifest."""
-    if not overwrite:
-        raise InputError(f"{output}: already exists; choose another output, or pass --overwrite to replace it")
     try:
         known = {*json.loads((output / MANIFEST).read_text(encoding="utf-8"))["files"], MANIFEST}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise InputError(f"{output}: exists and is not an acemerge output, so it is not replaced; remove it yourself") from None
+        reason = "is not an acemerge output, so it is not replaced"
+        raise InputError(f"{output}: already exists and {reason}; choose another output, or remove it yourself") from None
+    if not overwrite:
+        raise InputError(f"{output}: already exists; choose another output, or pass --overwrite to replace it")
     foreign = [name for name in files_below(output) if name not in known]
     if foreign:
         raise InputError(f"{output}: holds '{foreign[0]}', which acemerge did not write; move it away, then --overwrite works")

@@ -29,7 +29,7 @@ from acemerge.side_files import copy_side_file
 from acemerge.source import expand_home
 from acemerge.staging import check_output, staged_output
 from acemerge.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
-from acemerge.task_vectors import REPAIR, count_nonfinite
+from acemerge.task_vectors import INSIST, REPAIR, count_nonfinite
 from acemerge.untrusted import check_inside
 from acemerge.writer import MANIFEST, write_manifest, write_safetensors
 
@@ -58,7 +58,7 @@ def _head_tensor(plan: Plan, expert: Checkpoint, name: str, header: TensorHeader
     value = expert.read(name).to(getattr(torch, header.dtype))
     if value.is_floating_point() and not plan.recipe.allow_nonfinite and (bad := count_nonfinite(value)):
         raise MergeError(
-            f"tensor '{name}' of expert {expert.where}, a part of its head, has {bad} NaN or infinite values; {REPAIR}"
+            f"tensor '{name}' of expert {expert.where}, a part of its head, has {bad} NaN or infinite values; {REPAIR}, {INSIST}"
         )
     return value
 

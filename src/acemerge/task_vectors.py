@@ -24,7 +24,8 @@ from acemerge.option_text import Fact
 from acemerge.pieces import Stored, merge_pieces
 from acemerge.plan import Plan, PlannedTensor
 
-REPAIR = "repair or leave out that model, or pass --allow-nonfinite to insist"
+REPAIR = "repair or leave out that model"
+INSIST = "or pass --allow-nonfinite to insist"
 TensorFact = Fact | list[float]
 """What a report says of a tensor: what its method tells, and norms; `task_norms` in the order of its experts."""
 _ANOTHER_EPSILON = (
@@ -240,16 +241,16 @@ def _nonfinite(plan: Plan, planned: PlannedTensor, device: torch.device) -> Merg
     base, dtype = plan.base.read(planned.name), getattr(torch, planned.output_dtype)
     if _all_equal_base(plan, planned):
         return _unchanged(plan, planned)  # a constant with infinities, such as an attention mask
-    warnings = _insist(plan, planned, f"{_likely_cause(plan, planned)}. It is averaged, not merged")
+    warnings = _insist(plan, planned, _likely_cause(plan, planned), ". It is averaged, not merged")
     mean = _load_dense(plan, planned, device).mean(0).add_(_to_method(base, planned.transposed).to(device))
     return MergedTensor(_to_stored(mean, planned, dtype), {}, _warnings(planned, {}, warnings))
 
 
-def _insist(plan: Plan, planned: PlannedTensor, problem: str) -> list[str]:
-    """The problem as a warning, if the recipe allows values that are not finite; otherwise the end of the merge."""
+def _insist(plan: Plan, planned: PlannedTensor, problem: str, then: str = "") -> list[str]:
+    """The problem as a warning that says what is done then, if the recipe allows values that are not finite; or else the end."""
     if plan.recipe.allow_nonfinite:
-        return [problem]
-    raise MergeError(f"tensor '{planned.name}': {problem}")
+        return [f"{problem}{then}"]
+    raise MergeError(f"tensor '{planned.name}': {problem}, {INSIST}")
 
 
 def excuse_nonfinite(plan: Plan, planned: PlannedTensor) -> bool:

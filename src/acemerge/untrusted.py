@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Far above what real models have (a shard of the largest ones: 1 MB of header; their index: 10 MB), far below what hurts.
+_LFS = b"version https://git-lfs"
 MAX_HEADER_BYTES = 10_000_000
 MAX_JSON_BYTES = 50_000_000
 MAX_NAME_LENGTH = 500
@@ -46,6 +47,13 @@ def read_bounded(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     if len(content) > limit:
         raise InputError(f"{path}: larger than {limit // 1000} kB, far more than such a file ever needs; {_GET_AGAIN}")
     return content
+
+
+def check_not_pointer(path: Path) -> None:
+    """A clone without git-lfs has small text files in the place of weights."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise InputError(f"{path}: a git-lfs pointer, not the weights; install git-lfs and run `git lfs pull` in that folder")
 
 
 def check_header_length(path: Path) -> None:

@@ -91,6 +91,8 @@ def run_sweep(
     check_place(output, [source.path for source in (sources.base, *sources.experts)])
     plans = make_plans([point.recipe(recipe) for point in points], sources, relative_to, suite)
     check_distinct(points, plans)
+    names = [point.name for point in points]
+    table.begin(output, names, recipe.method, recipe.options, (plans[0].base, *plans[0].experts))
     where = torch_device(device)
     with compute_threads(threads), hashing_inputs(plans[0], verify=verify) as hashes:
         writer = PointWriter(output, sources, where, hashes, resume=resume, overwrite=overwrite, quiet=quiet)
@@ -176,7 +178,6 @@ class _Sweep:
 
     def _note_points(self, unfinished: Sequence[int]) -> None:
         """Before any work: a model that is written only to be evaluated must be known as such after a kill."""
-        self.table.method = self.plans[0].method.name
         for number, point in enumerate(self.points):
             record = self._record(number) or Record(settings=dict(point.settings), digest=self.plans[number].digest)
             if record.evaluation != self.evaluation and self.evaluation:
@@ -235,7 +236,6 @@ class _Sweep:
             number = self.names.index(self.table.best)
             if not (self.writer.output / self.table.best).exists():
                 self._write([number])
-            self.table.points[self.table.best].transient = False
         self.table.write(self.writer.output)
 
     # -- what came of it

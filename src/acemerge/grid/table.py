@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from acemerge import __version__
+from acemerge.checkpoint import Checkpoint
 from acemerge.errors import InputError, did_you_mean
 from acemerge.untrusted import read_bounded
 
@@ -62,8 +63,24 @@ class Table(BaseModel):
 
     acemerge: str = __version__
     method: str = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the method, for all points alike."""
+    models: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """The base and the experts: their files and how long those are."""
     best: str | None = None
     points: dict[str, Record] = Field(default_factory=dict)
+
+    def begin(
+        self, folder: Path, names: Sequence[str], method: str, options: Mapping[str, Any], models: Sequence[Checkpoint]
+    ) -> None:
+        """Note what all points have in common; a folder with other points that have something else in common is refused."""
+        sizes = {model.name: {stamp.path.name: stamp.size for stamp in model.stamps} for model in models}
+        others = [name for name in self.points if name not in names]
+        for what, now in {"method": method, "options": dict(options), "models": sizes}.items():
+            if others and getattr(self, what) != now:
+                there = f"other {what}" if what == "models" else f"{what} {getattr(self, what)}, not {now}"
+                raise InputError(f"{folder}: holds {others[0]} of a sweep with {there}; choose another output")
+            setattr(self, what, now)
 
     def write(self, folder: Path) -> None:
         """In one step: a reader sees the old table or the new."""
