@@ -141,7 +141,7 @@ def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     assert "rank" in keys
     assert "error" in keys
     assert page.facts["written as"] == "one LoRA adapter"
-    (finding,) = [finding for finding in page.findings if "Cutting the rank to 2" in finding.text]
+    (finding,) = [finding for finding in page.findings if "which has rank 2 (relative error)" in finding.text]
     assert finding.level == "caution"
     acemerge.merge(zoo.base, zoo.adapters, tmp_path / "whole", save_as="adapter")
     assert not any("Cutting" in finding.text for finding in merge_page(read_account(tmp_path / "whole")).findings)

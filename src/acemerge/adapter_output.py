@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from acemerge.task_vectors import MergedFactors
 
 PREFIX = "base_model.model."
+ROUNDED_TO_FLOAT32 = 1e-6
+"""A relative error that an adapter in float32 does not exceed unless its rank was cut."""
 # Loading an adapter of these types, peft expects the task's head in it; ours are in heads/.
 _TYPES_WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 

@@ -101,7 +101,7 @@ SaveAs = Annotated[
 ]
 Rank = Annotated[
     int | None,
-    typer.Option(help="With --as adapter: the largest rank to write. By default the merge's own, which loses nothing.", min=1),
+    typer.Option(help="With --as adapter: the largest rank to write. By default the merge's own, with nothing left out.", min=1),
 ]
 ShardSize = Annotated[str | None, typer.Option(help="Largest output file, such as 500MB; 5GB by default.")]
 AllowNonfinite = Annotated[

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from acemerge.adapter_output import overall_error
+from acemerge.adapter_output import ROUNDED_TO_FLOAT32, overall_error
 from acemerge.methods import Method
 from acemerge.pipeline import MergeResult
 from acemerge.plan import Action, Plan
@@ -146,7 +146,8 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     if result.plan.recipe.save_as == "adapter":
         ranks = [record["rank"] for record in result.tensors if "relative_error" in record]
         error = overall_error(result.tensors)
-        lost = f"relative error {error:.2e} over all tensors" if result.plan.recipe.rank else "nothing left out"
+        told = result.plan.recipe.rank or error > ROUNDED_TO_FLOAT32
+        lost = f"relative error {error:.2e} over all tensors" if told else "nothing left out"
         console.print(f"an adapter of rank {max(ranks, default=0)} at most, {lost}")
     size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
     console.print(f"wrote {result.output} ({human_bytes(size)})")

@@ -109,3 +109,12 @@ def low_rank_factors(core: Float[Tensor, "p q"], frame: Frame, rank: int | None)
         U, s, V = U[:, :kept], s[:kept], Vt[:kept].T
     half = s.sqrt()
     return Factors(frame.to_left(U * half), frame.to_right((V * half).T)), float(s.square().sum())
+
+
+def rounding_energy(exact: Factors, dtype: torch.dtype) -> float:
+    """|A B - A' B'|_F^2 for the factors as a dtype holds them, without multiplying out: A B - A' B' = dA B + A' dB."""
+    A_, B_ = exact.left.to(dtype).double(), exact.right.to(dtype).double()
+    A, B = exact.left.double(), exact.right.double()
+    dA, dB = A - A_, B - B_
+    terms = ((dA.T @ dA) * (B @ B.T)).sum() + ((A_.T @ A_) * (dB @ dB.T)).sum() + 2 * ((dA.T @ A_) * (B @ dB.T)).sum()
+    return max(0.0, float(terms))

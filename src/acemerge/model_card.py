@@ -178,7 +178,8 @@ def _made(plan: Plan) -> str:
 def _adapter_section(plan: Plan) -> str:
     if plan.recipe.save_as != "adapter":
         return ""
-    rank = f"of rank {plan.recipe.rank} at most" if plan.recipe.rank else "of the rank that the merge has, so nothing is lost"
+    whole = f"of the rank that the merge has, so nothing is lost but by rounding to {plan.recipe.dtype or 'float32'}"
+    rank = f"of rank {plan.recipe.rank} at most" if plan.recipe.rank else whole
     return f"""
 ## An adapter
 

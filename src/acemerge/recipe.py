@@ -75,7 +75,7 @@ class Recipe(_Strict):
     """Whether NaN and infinite values of the inputs go into the output, with a warning, instead of stopping the merge."""
     save_as: Literal["model", "adapter"] = "model"
     rank: Annotated[int, Field(ge=1)] | None = None
-    """Of an adapter: the largest rank to write; by default the merge's own, which loses nothing."""
+    """Of an adapter: the largest rank to write; by default the merge's own, which leaves nothing out."""
     shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from acemerge.checkpoint import Checkpoint
 from acemerge.errors import MergeError
-from acemerge.frame import Factors, Frame, Sides, low_rank_factors, standard_frame, to_cores
+from acemerge.frame import Factors, Frame, Sides, low_rank_factors, rounding_energy, standard_frame, to_cores
 from acemerge.linalg import sum_of_squares
 from acemerge.lora_change import LoraChange
 from acemerge.methods import Context, Merged, get_method
@@ -142,7 +142,8 @@ def _as_factors(
         raise MergeError(f"tensor '{planned.name}': the merged change is not finite; {_likely_cause(plan, planned)}")
     core = merged.delta.flatten(1).double()
     factors, kept = low_rank_factors(core, frame or standard_frame(core[None]), rank)
-    lost = max(0.0, energy - kept) if rank is not None else 0.0
+    # What a smaller rank leaves out is orthogonal to what it keeps, so the two losses add up.
+    lost = (max(0.0, energy - kept) if rank is not None else 0.0) + rounding_energy(factors, getattr(torch, planned.output_dtype))
     error = math.sqrt(lost / energy) if energy else 0.0
     facts |= {"norm": math.sqrt(energy), "rank": factors.left.shape[1], "relative_error": error}
     return MergedFactors(factors, facts, _warnings(planned, facts, merged.warnings))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import yaml
 
+from acemerge.adapter_output import ROUNDED_TO_FLOAT32
 from acemerge.layer_names import depths, kinds_in_order, layers_of
 from acemerge.report.account import MergeAccount, TensorAccount
 from acemerge.report.figure import Figure
@@ -102,15 +103,16 @@ def _lengths(account: MergeAccount) -> Iterator[Finding]:
 
 
 def _truncation(account: MergeAccount) -> Iterator[Finding]:
-    """What cutting an adapter's rank lost."""
-    cut = [(tensor.relative_error, tensor) for tensor in account.tensors if tensor.relative_error]
+    """What cutting an adapter's rank, or writing it in half precision, lost."""
+    errors = [(tensor.relative_error or 0.0, tensor) for tensor in account.tensors]
+    cut = [(error, tensor) for error, tensor in errors if error > ROUNDED_TO_FLOAT32]
     if not cut:
         return
     worst, tensor = max(cut, key=lambda entry: entry[0])
     overall = f"{account.relative_error:.1%} over all tensors, " if account.relative_error is not None else ""
-    text = f"Cutting the rank to {tensor.rank} left out {overall}{worst:.1%} of '{tensor.name}' at most (relative error)."
+    text = f"The adapter lacks {overall}{worst:.1%} of '{tensor.name}' at most, which has rank {tensor.rank} (relative error)."
     grave = max(worst, account.relative_error or 0) > LOST
-    yield Finding("caution" if grave else "good", text, "Write a larger rank, or none to lose nothing." if grave else "")
+    yield Finding("caution" if grave else "good", text, "Give a larger rank, or none, and no half precision." if grave else "")
 
 
 def _inactive(account: MergeAccount) -> Iterator[Finding]:
