@@ -408,6 +408,19 @@ def test_an_untied_head_is_kept(llama: Models, tmp_path: Path) -> None:
     assert bitwise_equal(merged_tensors(llama, tmp_path)["lm_head.weight"], read_tensors(llama.base)["lm_head.weight"])
 
 
+def test_experts_that_tie_what_the_base_does_not(tmp_path: Path) -> None:
+    """Their output layer is their input embedding, so that is what merges into the base's own output layer."""
+    models = zoo.llama(tmp_path / "in", tied=True)
+    base = zoo.rewrite(models.base, tmp_path / "base", lambda t: {**t, "lm_head.weight": 2 * t["model.embed_tokens.weight"]})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    found = merged_tensors(Models(base, models.experts), tmp_path, method="average")
+    experts = [read_tensors(folder)["model.embed_tokens.weight"] for folder in models.experts.values()]
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(found[name], torch.stack(experts).mean(0))
+    assert load_whole("LlamaForCausalLM", tmp_path / "out").lm_head.weight.equal(found["lm_head.weight"])
+
+
 # --- dtypes ------------------------------------------------------------------------------------------------------------
 
 MIXES = [

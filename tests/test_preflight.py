@@ -214,3 +214,28 @@ def test_a_rule_whose_method_takes_another_number_of_experts(models: Models, tmp
     rules = [{"match": "layers.*", "method": "slerp"}]
     message = problems(models, tmp_path / "out", tensors=rules)
     assert message.count("takes exactly 2 experts, 3 were given for 'layers.0.bias', 'layers.0.weight', 'layers.1.weight'") == 1
+
+
+def test_another_kind_of_model_with_other_shapes_is_refused(models: Models, tmp_path: Path) -> None:
+    """A larger vocabulary alone is only noted where it does not merge."""
+    for folder in (models.base, *models.experts):
+        edit(folder, lambda t: t.update({"embed_tokens.weight": t.pop("embed.weight")}))
+    edit(models.experts[0], lambda t: t.update({"embed_tokens.weight": torch.zeros(25, 8)}))
+    result = acemerge.merge(models.base, models.experts, tmp_path / "same-kind", preset="llm")
+    assert any("'embed_tokens.weight' is [25, 8] in expert" in note for note in result.plan.notes)
+    config = models.experts[0] / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "another"}))
+    message = problems(models, tmp_path / "out", preset="llm")
+    assert "shape [20, 8] in base" in message
+    assert "(model_type 'another' against 'nobody-heard-of-it'); give fine-tunes of this base" in message
+
+
+def test_a_model_of_another_random_start_is_told(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = torch.Generator().manual_seed(9)
+    edit(models.experts[1], lambda t: t.update({n: torch.randn(x.shape, generator=random) for n, x in t.items() if x.dim() == 2}))
+    result = acemerge.merge(models.base, models.experts, tmp_path / "out", quiet=False)
+    (told,) = [warning for warning in result.warnings if "does not look like a fine-tune of this base" in warning]
+    assert f"expert '{models.experts[1].name}'" in told
+    assert told in json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"]
+    assert told in capsys.readouterr().err
+    assert acemerge.merge(models.base, models.experts[:1], tmp_path / "related").warnings == []

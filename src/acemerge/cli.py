@@ -275,7 +275,8 @@ def verify_command(
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
     elif not found.problems:
-        print(f"{output}: whole; {found.files} files and {found.tensors} tensors are as they were written")
+        tensors = f" and {found.tensors} tensors" if found.tensors else ""  # of a task's model, the files alone are hashed
+        print(f"{output}: whole; {found.files} files{tensors} are as they were written")
         for name in found.foreign:
             print(f"note: {name} is not from acemerge")
     if found.problems:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from acemerge.engine.local import LocalEngine
 from acemerge.errors import InputError, PreflightError, did_you_mean
 from acemerge.families import choose_family
 from acemerge.input_hashes import hashing_inputs
+from acemerge.kinship import find_strangers
 from acemerge.model_card import write_documents
 from acemerge.plan import Plan
 from acemerge.planner import build_plan
@@ -102,14 +103,18 @@ def run_merge(
             hashing_inputs(plan, verify=verify) as hashes,
             staged_output(output, plan.digest, resume=resume, overwrite=overwrite, inputs=hashes) as staging,
         ):
+            strangers = find_strangers(plan)
             with show_progress(plan, quiet=quiet) as progress:
+                for stranger in strangers:
+                    progress.say(f"warning: {stranger}")
                 _write_shards(plan, chosen, staging, progress)
+            tensors = _records(plan, staging)
+            plan = replace(plan, notes=(*plan.notes, *strangers))
             write_heads(plan, staging.folder)
             staging.check_inputs(hashes.all())
             write_documents(plan, sources, staging, hashes.all(), report)
             for model in (plan.base, *plan.experts):
                 model.check_unchanged()
-            tensors = _records(plan, staging)
     return MergeResult(output, plan, tensors)
 
 

@@ -28,7 +28,7 @@ from acemerge.lora_change import LoraChange
 from acemerge.methods import Method, Options, get_method
 from acemerge.plan import Action, ExpertTensor, Plan, PlannedHead, PlannedTensor, per_task_methods
 from acemerge.recipe import Recipe, TensorRule
-from acemerge.tied import tied_names
+from acemerge.tied import output_layers_tied_by_expert, tied_names
 
 _ABSENT, _UNCHANGED = "no expert has it", "no adapter changes it"
 
@@ -57,6 +57,7 @@ class _Planner:
         self.omitted = tied_names(base, config)
         # expert index -> {name in the base: name in the expert}
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
+        self.tied = [output_layers_tied_by_expert(base, e, names) for e, names in zip(experts, self.names, strict=True)]
         self.used_rules: set[int] = set()
         self.only_adapters = all(expert.changes is not None for expert in experts)
         self.layers = LayerRules(data, experts) if data else None
@@ -98,9 +99,8 @@ class _Planner:
                 self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
         self.problems.extend(_miscounts(self.method, self.options, len(self.experts)))
         for expert in self.experts:
-            theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
-            if theirs and ours and theirs != ours:
-                self.notes.append(f"expert '{expert.name}' has model_type '{theirs}', the base has '{ours}'")
+            if kinds := self._other_kind(expert):
+                self.notes.append(f"expert '{expert.name}' is another kind of model than the base{kinds}")
 
     # -- one tensor of the base
 
@@ -192,7 +192,8 @@ class _Planner:
 
     def _sources(self, name: str) -> tuple[ExpertTensor, ...]:
         """The experts that have it, in order; adapters that leave it as it is count, if anybody changes it."""
-        found = [ExpertTensor(index, names.get(name)) for index, names in enumerate(self.names)]
+        names = [own.get(name) or tied.get(name) for own, tied in zip(self.names, self.tied, strict=True)]
+        found = [ExpertTensor(index, theirs) for index, theirs in enumerate(names)]
         if all(source.name is None for source in found):
             return ()
         return tuple(source for source in found if source.name is not None or self.experts[source.expert].changes is not None)
@@ -213,13 +214,25 @@ class _Planner:
         return [(self.experts[source.expert], source.name) for source in sources if source.name is not None]
 
     def _note_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
-        """A kept tensor of another shape, such as a larger vocabulary, is no obstacle, but worth knowing."""
+        """A kept tensor of another shape, such as a larger vocabulary, is no obstacle, but worth knowing; unless kinds differ."""
         for expert, their_name in self._present(sources):
             theirs = expert.tensors[their_name].shape
-            if theirs != header.shape:
+            if theirs == header.shape:
+                continue
+            if kinds := self._other_kind(expert):
+                self.problems.append(
+                    f"tensor '{name}': shape {list(header.shape)} in base {self.base.where}, {list(theirs)} in expert "
+                    f"{expert.where}{kinds}; give fine-tunes of this base"
+                )
+            else:
                 self.notes.append(
                     f"'{name}' is {list(theirs)} in expert '{expert.name}', {list(header.shape)} in the base, whose value is kept"
                 )
+
+    def _other_kind(self, expert: Checkpoint) -> str:
+        """How the configs say that it is another kind of model, if they do."""
+        theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
+        return f" (model_type '{theirs}' against '{ours}')" if theirs and ours and theirs != ours else ""
 
     def _check_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
         for expert, their_name in self._present(sources):
@@ -304,8 +317,7 @@ class _Planner:
                 continue
             listing = ", ".join(f"'{name}' {list(expert.tensors[name].shape)}{_letters(name)}" for name in names[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
-            kinds = f" (model_type '{theirs}' against '{ours}')" if theirs and theirs != ours else ""
+            kinds = self._other_kind(expert)
             noun, verb = ("tensor", "is") if len(names) == 1 else ("tensors", "are")
             self.problems.append(
                 f"{noun} {listing}{more} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from acemerge.checkpoint import Checkpoint
@@ -22,12 +22,31 @@ def tied_names(model: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
     """Names that stand for another tensor -> that tensor: same storage, or an output layer that the config ties."""
     tied = _rooted_at_inputs(model.tied)
     if config.get("tie_word_embeddings") is True:
-        inputs = [name for name in model.tensors if matches(name, _INPUT_EMBEDDINGS) and name not in tied]
-        source = min(inputs, key=lambda name: (not name.endswith("shared.weight"), len(name)), default=None)
+        source = _input_embeddings(model, tied)
         for name, header in model.tensors.items():
             if source not in (None, name) and matches(name, _OUTPUT_LAYERS) and header == model.tensors[source or name]:
                 tied[name] = source or name
     return tied
+
+
+def output_layers_tied_by_expert(base: Checkpoint, expert: Checkpoint, found: Collection[str]) -> dict[str, str]:
+    """Output layers that the base stores and an expert of the same architecture ties: the base's name -> what stands for it.
+
+    `found` are the base's tensors that the expert has under a name of their own.
+    """
+    architecture = base.config.get("architectures")
+    if expert.changes is not None or not architecture or expert.config.get("architectures") != architecture:
+        return {}
+    if expert.config.get("tie_word_embeddings") is False:
+        return {}
+    source = _input_embeddings(expert, ())
+    absent = [name for name in base.tensors if matches(name, _OUTPUT_LAYERS) and name not in found]
+    return {name: source for name in absent if source and expert.tensors[source].shape == base.tensors[name].shape}
+
+
+def _input_embeddings(model: Checkpoint, leaving_out: Collection[str]) -> str | None:
+    inputs = [name for name in model.tensors if matches(name, _INPUT_EMBEDDINGS) and name not in leaving_out]
+    return min(inputs, key=lambda name: (not name.endswith("shared.weight"), len(name)), default=None)
 
 
 def _rooted_at_inputs(shared_storage: Mapping[str, str]) -> dict[str, str]:

@@ -25,8 +25,8 @@ from acemerge.bench.operations_terms import TERMS
 from acemerge.bench.packages import Package, cache_folder
 from acemerge.bench.suites import Suite
 from acemerge.bench.text import quiet_transformers
-from acemerge.diagnosis.findings import RELATED
 from acemerge.evaluate.metrics import Accuracy, Estimate
+from acemerge.kinship import RELATED
 
 SRE = Package(
     "python", "sre-embedding-model", "1.0.0", "sre_embedding_model-1.0.0-py3-none-any.whl",

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
+from acemerge.kinship import RELATED
 from acemerge.report.page import Finding, Level, gravest_first
 from acemerge.task_vectors import LARGE_MERGE
 
-RELATED = 0.5
-"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
 FAR = 0.3
 """A change longer than this share of the base itself is no small fine-tune."""
 DUPLICATE, ALIKE, OPPOSED = 0.99, 0.5, -0.2
