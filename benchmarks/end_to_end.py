@@ -91,10 +91,10 @@ def measure(commands: dict[str, list[str | Path]], folder: Path, threads: int, r
     return runs
 
 
-def rows(tool: Path, llama: Llama, folder: Path, threads: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """What each case took."""
+def rows(tool: Path, llama: Llama, folder: Path, threads: int, repeats: int, methods: list[str]) -> Iterator[dict[str, Any]]:
+    """What each case of these methods took."""
     theirs: list[Run] = []
-    for case in CASES:
+    for case in (case for case in CASES if case.method in methods):
         warm(folder)
         commands = {"acemerge": acemerge_command(case, llama, folder, threads)}
         if case.theirs:
@@ -118,6 +118,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mergekit", type=Path, default=os.environ.get("MERGEKIT"), help="path of mergekit-yaml (or MERGEKIT)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--methods", nargs="+", default=[case.method for case in CASES], help="only these (mergekit's ties is slow)"
+    )
     parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
     parser.add_argument("--json", type=Path, default=FOLDER / "end_to_end.json")
     add_shapes(parser)
@@ -144,7 +147,7 @@ def main() -> None:
     llama, where = shapes_of(given), machine()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         write_models(llama, Path(folder))
-        found = list(rows(Path(given.mergekit), llama, Path(folder), given.threads, given.repeats))
+        found = list(rows(Path(given.mergekit), llama, Path(folder), given.threads, given.repeats, given.methods))
     print(f"{llama.describe()}; {given.threads} threads, median of {given.repeats}; {where['cpu']}, {where['date']}\n")
     report(found)
     save(given.json, where, {"models": asdict(llama), "threads": given.threads, "rows": found})
