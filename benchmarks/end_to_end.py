@@ -119,7 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--methods", nargs="+", default=[case.method for case in CASES], help="only these (mergekit's ties is slow)"
+        "--methods", nargs="+", default=[case.method for case in CASES], help="only these; mergekit is slow at ties"
     )
     parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
     parser.add_argument("--json", type=Path, default=FOLDER / "end_to_end.json")
