@@ -239,3 +239,13 @@ def test_a_model_of_another_random_start_is_told(models: Models, tmp_path: Path,
     assert told in json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"]
     assert told in capsys.readouterr().err
     assert acemerge.merge(models.base, models.experts[:1], tmp_path / "related").warnings == []
+
+
+def test_hundreds_of_problems_do_not_fill_the_screen() -> None:
+    error = PreflightError(f"problem {i}" for i in range(300))
+    assert len(error.problems) == 300
+    lines = str(error).splitlines()
+    assert lines[0] == "300 problems found before any work was done:"
+    assert lines[-1] == "  and 280 more, the first of them: problem 20"
+    assert len(lines) == 22
+    assert str(PreflightError(["one"])).splitlines()[1:] == ["  - one"]

@@ -22,6 +22,9 @@ class MergeError(AcemergeError):
     """The merge started and could not be completed; no output folder was published."""
 
 
+_SHOWN = 20  # problems: a model of the wrong kind has one for each of its tensors
+
+
 class PreflightError(InputError):
     """Every problem that the checkpoints' headers reveal, reported together."""
 
@@ -29,7 +32,9 @@ class PreflightError(InputError):
         self.problems = tuple(problems)
         count = len(self.problems)
         heading = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__("\n".join([f"{heading} found before any work was done:", *(f"  - {p}" for p in self.problems)]))
+        shown = [f"  - {problem}" for problem in self.problems[:_SHOWN]]
+        more = [f"  and {count - _SHOWN} more, the first of them: {self.problems[_SHOWN]}"] if count > _SHOWN else []
+        super().__init__("\n".join([f"{heading} found before any work was done:", *shown, *more]))
 
     def __reduce__(self) -> tuple[type[PreflightError], tuple[tuple[str, ...]]]:
         """Another process raises it with its problems, not with its message."""
