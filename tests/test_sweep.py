@@ -377,6 +377,9 @@ def test_points_of_another_sweep_are_not_mixed_with_these(models: Models, tmp_pa
             acemerge.sweep(models.base, experts, output, {"alpha": [0.5]}, method, options=options)
     assert (output / TABLE).read_bytes() == before
     acemerge.sweep(models.base, models.experts, output, {"keep": [0.3]}, "ties")
+    weighted = {"weights": (1.0, 2.0, 3.0)}
+    for alphas in ([0.5], [1.0]):
+        acemerge.sweep(models.base, models.experts, tmp_path / "weighted", {"alpha": alphas}, "linear", options=weighted)
     assert sorted(json.loads((output / TABLE).read_text())["points"]) == ["keep=0.1", "keep=0.2", "keep=0.3"]
 
 

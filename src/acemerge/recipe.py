@@ -133,10 +133,10 @@ class _RecipeLoader(FastLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As SafeLoader, but each key once."""
         seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 raise yaml.YAMLError(f"'{key.value}' is given twice, the second time in line {key.start_mark.line + 1}")
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,8 @@ class Table(BaseModel):
         """Note what all points have in common; a folder with other points that have something else in common is refused."""
         sizes = {model.name: {stamp.path.name: stamp.size for stamp in model.stamps} for model in models}
         others = [name for name in self.points if name not in names]
-        for what, now in {"method": method, "options": dict(options), "models": sizes}.items():
+        as_stored = json.loads(json.dumps(dict(options), default=str))
+        for what, now in {"method": method, "options": as_stored, "models": sizes}.items():
             if others and getattr(self, what) != now:
                 there = f"other {what}" if what == "models" else f"{what} {getattr(self, what)}, not {now}"
                 raise InputError(f"{folder}: holds {others[0]} of a sweep with {there}; choose another output")
