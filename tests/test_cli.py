@@ -249,6 +249,17 @@ def test_inputs_that_are_nearly_a_model(acemerge: Command, models: Models, tmp_p
         assert complaint in err
 
 
+def test_several_files_without_an_index_are_named_even_above_adapters(acemerge: Command, models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "several"
+    (folder / "math").mkdir(parents=True)
+    (folder / "math/adapter_config.json").write_text("{}")
+    for name in ("one.safetensors", "two.safetensors"):
+        (folder / name).write_bytes((models.base / "model.safetensors").read_bytes())
+    code, _, err = acemerge("plan", models.base, folder)
+    assert code == 2
+    assert "found one.safetensors, two.safetensors" in err
+
+
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(acemerge: Command, models: Models, tmp_path: Path) -> None:
     command = ["merge", *models.arguments, "-o", tmp_path / "out", "-m", "nope"]
     for arguments in ([*command, "--debug"], ["--debug", *command]):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acemerge.frame import Factors, Sides, low_rank_factors, standard_frame, to_cores
+from acemerge.frame import Factors, Sides, low_rank_factors, rounding_energy, standard_frame, to_cores
 from acemerge.methods import Context, Merged, Method, all_methods, get_method
 from reference_ace import reference_ace, well_posed
 
@@ -392,3 +392,16 @@ def test_no_whole_matrix_is_made(name: str) -> None:
         merged = method(cores, method.options({}).resolve({}), Context(experts=names(list(experts)), frame=frame))
         low_rank_factors(merged.delta.double(), frame, None)
     assert 0 < record.largest <= max(shape) * 13  # a basis: the ranks and the vector of ones
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rounding_energy_is_that_of_the_product(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(3)
+    exact = Factors(*(torch.randn(*shape, generator=random, dtype=torch.float64) for shape in ((30, 4), (4, 20))))
+    rounded = exact.left.to(dtype).double() @ exact.right.to(dtype).double()
+    expected = float((exact.left @ exact.right - rounded).square().sum())
+    assert rounding_energy(exact, dtype) == pytest.approx(expected, rel=1e-6)
+
+
+def test_factors_that_a_dtype_cannot_hold_are_not_taken_for_exact() -> None:
+    assert not math.isfinite(rounding_energy(Factors(torch.full((3, 1), 1e6), torch.ones(1, 3)), torch.float16))

@@ -265,9 +265,10 @@ def _unindexed_files(path: Path) -> list[Path]:
         return candidates
     if len(candidates) == 1:
         return candidates
-    found_names = ", ".join(p.name for p in candidates) or "no weights at all"
-    if adapters := sorted(p.name for p in path.iterdir() if (p / "adapter_config.json").is_file()):
+    adapters = sorted(p.name for p in path.iterdir() if (p / "adapter_config.json").is_file())
+    if adapters and not candidates:
         raise InputError(f"{path}: no weights here, but PEFT adapters below it; give {path / adapters[0]}")
+    found_names = ", ".join(p.name for p in candidates) or "no weights at all"
     raise InputError(f"{path}: expected model.safetensors, pytorch_model.bin or an index of shards; found {found_names}")
 
 

@@ -336,7 +336,7 @@ def _telling_of(output: Path) -> Iterator[None]:
         raise
     except OSError as error:
         _leave_reader()
-        raise MergeError(
+        raise AcemergeError(
             f"{output} was written and is whole, but standard output did not take the summary: {error.strerror}"
         ) from None
 

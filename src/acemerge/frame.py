@@ -117,4 +117,4 @@ def rounding_energy(exact: Factors, dtype: torch.dtype) -> float:
     A, B = exact.left.double(), exact.right.double()
     dA, dB = A - A_, B - B_
     terms = ((dA.T @ dA) * (B @ B.T)).sum() + ((A_.T @ A_) * (dB @ dB.T)).sum() + 2 * ((dA.T @ A_) * (B @ dB.T)).sum()
-    return max(0.0, float(terms))
+    return max(float(terms), 0.0)  # in this order a factor that the dtype cannot hold comes out as NaN, not as 0

@@ -144,6 +144,8 @@ def _as_factors(
     factors, kept = low_rank_factors(core, frame or standard_frame(core[None]), rank)
     # What a smaller rank leaves out is orthogonal to what it keeps, so the two losses add up.
     lost = (max(0.0, energy - kept) if rank is not None else 0.0) + rounding_energy(factors, getattr(torch, planned.output_dtype))
+    if not math.isfinite(lost):
+        raise MergeError(f"tensor '{planned.name}': its factors are too large for {planned.output_dtype}; pass --dtype float32")
     error = math.sqrt(lost / energy) if energy else 0.0
     facts |= {"norm": math.sqrt(energy), "rank": factors.left.shape[1], "relative_error": error}
     return MergedFactors(factors, facts, _warnings(planned, facts, merged.warnings))

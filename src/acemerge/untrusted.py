@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Far above what real models have (a shard of the largest ones: 1 MB of header; their index: 10 MB), far below what hurts.
-_LFS = b"version https://git-lfs"
 MAX_HEADER_BYTES = 10_000_000
 MAX_JSON_BYTES = 50_000_000
 MAX_NAME_LENGTH = 500
+_LFS = b"version https://git-lfs"  # how a pointer file of git-lfs begins
 _GET_AGAIN = "download it again, from a source you trust"
 
 
