@@ -48,7 +48,7 @@ fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000)
 
 kill: setup  ## kill a merge at every one of its file-system operations
 	for flags in "" "--overwrite" "--overwrite --no-exchange"; do \
-	  folder=$$(mktemp -d) && PYTHONPATH=tests $(BIN)/python tests/kill_harness.py $$folder/scene --every $$flags; \
+	  folder=$$(mktemp -d) && PYTHONPATH=tests/support $(BIN)/python tests/support/kill_harness.py $$folder/scene --every $$flags; \
 	  code=$$?; rm -rf "$$folder"; [ $$code = 0 ] || exit $$code; \
 	done
 

@@ -24,8 +24,8 @@ from published import published_ace
 from record import FOLDER, machine, save
 from torch import Tensor
 
+from acemerge.execute.pipeline import compute_threads
 from acemerge.methods import Merged, get_method
-from acemerge.pipeline import compute_threads
 
 ACE = get_method("ace")
 

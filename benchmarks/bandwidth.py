@@ -26,13 +26,13 @@ from footprint import run_command, watch
 from llamas import Llama, add_shapes, shapes_of, warm, write_models
 from record import FOLDER, machine, print_table, save
 
-from acemerge.input_hashes import content_sha256
+from acemerge.output.input_hashes import content_sha256
 
 METHODS = ("average", "linear", "task_arithmetic")
 _CHILD = """
 import os, sys
 os.environ |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}  # as the command line does
-import torch, acemerge, acemerge.pipeline
+import torch, acemerge, acemerge.execute.pipeline
 output, method, threads, base, experts = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:]
 acemerge.merge_task_vectors(torch.randn(2, 64, 64), method=method)
 print("ready", flush=True); sys.stdin.readline()

@@ -326,7 +326,7 @@ def make_models(folder: Path, width: int, layers: int, vocabulary: int) -> None:
         vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
     )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder / "base", max_shard_size="10GB")
     base = {name: weight.clone() for name, weight in model.state_dict().items()}
     for name in EXPERTS:

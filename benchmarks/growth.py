@@ -33,7 +33,7 @@ SERIES: dict[str, tuple[str, list[Llama]]] = {
 _CHILD = """
 import os, sys, time
 os.environ |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}  # as the command line does
-import torch, acemerge, acemerge.pipeline
+import torch, acemerge, acemerge.execute.pipeline
 folder, method, experts = sys.argv[1], sys.argv[2], sys.argv[3:]
 acemerge.merge_task_vectors(torch.randn(2, 64, 64), method=method)
 print("ready", flush=True); sys.stdin.readline(); started = time.process_time()

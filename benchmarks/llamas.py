@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from acemerge.checkpoint import TensorHeader
-from acemerge.threads import torch_at_rest
-from acemerge.writer import write_safetensors
+from acemerge.checkpoints.folder import TensorHeader
+from acemerge.numerics.threads import torch_at_rest
+from acemerge.output.writer import write_safetensors
 
 BASE_SPREAD, CHANGE_SPREAD = 0.02, 0.002
 _NOISE_ELEMENTS = 2**23 + 9  # odd, so that the rows of a matrix do not repeat one another

@@ -78,9 +78,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch, acemerge
-from acemerge.pipeline import find_sources, make_plan
-from acemerge.recipe import make_recipe
-from acemerge.task_vectors import merge_tensor, merge_to_factors
+from acemerge.execute.pipeline import find_sources, make_plan
+from acemerge.recipe.recipe import make_recipe
+from acemerge.tensors.task_vectors import merge_tensor, merge_to_factors
 acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)
 folder, adapters, route = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 recipe = make_recipe({

@@ -78,7 +78,7 @@ def make_models(shapes: Shapes, folder: Path) -> None:
 # Runs in the measured process: everything imported and warmed up by a merge of nothing much, then the footprint, then the merge.
 _CHILD = """
 import sys, torch, acemerge
-from acemerge.pipeline import run_merge
+from acemerge.execute.pipeline import run_merge
 acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)
 print("ready", flush=True); sys.stdin.readline()
 folder, experts = sys.argv[1], int(sys.argv[2])

@@ -24,8 +24,8 @@ from published import published_ace, published_iso_cts, published_tsv_m, publish
 from record import FOLDER, machine, save
 from torch import Tensor
 
+from acemerge.execute.pipeline import compute_threads
 from acemerge.methods import get_method
-from acemerge.pipeline import compute_threads
 
 FEW_STEPS, MORE_STEPS = 2, 6
 

@@ -78,7 +78,7 @@ def make_models(folder: Path) -> None:
         hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=300, max_position_embeddings=64, tie_word_embeddings=False, dtype="float32",
     )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder / "base")
     base = {name: weight.clone() for name, weight in model.state_dict().items()}
     for index, name in enumerate(EXPERTS):

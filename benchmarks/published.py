@@ -75,7 +75,7 @@ def published_wudi(task_vectors: TaskVectors, steps: int) -> Matrix:
     for _ in range(steps):
         optimiser.zero_grad()
         losses = [((M - D) @ D.T).square().sum() / energy for D, energy in zip(task_vectors, energies, strict=True)]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(losses).sum().backward()
         optimiser.step()
     return M.detach()
 

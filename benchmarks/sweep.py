@@ -21,10 +21,10 @@ from itertools import product
 
 from layers import interleaved, make_experts
 
+from acemerge.execute.pipeline import compute_threads
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.ace import AceOptions, heterogeneity
-from acemerge.methods.sweeps import merge_at_points
-from acemerge.pipeline import compute_threads
+from acemerge.methods.shared_routes import merge_at_points
 
 K_FRACS = (0.1, 0.3, 0.5)
 TAUS = {

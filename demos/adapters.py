@@ -39,7 +39,7 @@ from torch.nn import functional
 from transformers import ViTForImageClassification
 
 import acemerge
-from acemerge.task_models import export_expert
+from acemerge.output.task_models import export_expert
 
 RANK = 8
 MERGES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -55,8 +55,8 @@ TEST_IMAGES = 400
 SPLIT_SEED = 0
 """Not the run's seed: no run may train on what another run tests on."""
 
-transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
 # Two threads on such small matrices mostly wait for each other; experts are trained in two processes instead.
 torch.set_num_threads(1)
 
@@ -193,7 +193,7 @@ def minimise(losses: Iterable[Tensor], parameters: list[nn.Parameter], steps: in
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, cycle_momentum=False)
     for loss in losses:
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         schedule.step()
 

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import acemerge
-from acemerge.bench.suites import get_suite
+from acemerge.bench.suites.registry import get_suite
 
 ROWS = 200
 

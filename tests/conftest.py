@@ -1,15 +1,29 @@
 """Shapes in signatures are checked at run time in every test. The matrices are small: one thread is fastest."""
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING
 
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
+if TYPE_CHECKING:
+    from command import Command
+
 install_import_hook(
-    ["acemerge.linalg", "acemerge.covariance", "acemerge.frame", "acemerge.methods", "acemerge.task_vectors", "acemerge.api"],
+    [
+        "acemerge.numerics.linalg",
+        "acemerge.numerics.covariance",
+        "acemerge.numerics.frame",
+        "acemerge.methods",
+        "acemerge.tensors.task_vectors",
+        "acemerge.api",
+    ],
     "beartype.beartype",
 )
 
@@ -23,3 +37,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("fuzz" if "FUZZ_EXAMPLES" in os.environ else "acemerge")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `acemerge ...` in this process."""
+    from command import Command
+
+    return Command(monkeypatch, capsys)

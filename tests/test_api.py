@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import acemerge
-from acemerge.checkpoint import from_state_dict
+from acemerge.checkpoints.folder import from_state_dict
 from acemerge.errors import InputError
 from reference_ace import reference_ace
 from small_models import base_tensors, fine_tuned, write_models

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from acemerge.families import FAMILIES
+from acemerge.checkpoints.families import FAMILIES
 from acemerge.methods import Method, all_methods
-from acemerge.recipe import Recipe
+from acemerge.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 METHODS = all_methods()

@@ -24,22 +24,22 @@ from safetensors.torch import load_file, save
 
 import acemerge
 import model_zoo
-from acemerge.arguments import parse_lists, parse_settings
-from acemerge.checkpoint import open_checkpoint, read_json
-from acemerge.data.files import FileData
-from acemerge.data.texts import _read_lines
+from acemerge.calibration.files import FileData
+from acemerge.calibration.texts import _read_lines
+from acemerge.checkpoints.families import choose_family
+from acemerge.checkpoints.folder import open_checkpoint, read_json
+from acemerge.checkpoints.source import Source, resolve_source
 from acemerge.errors import AcemergeError
-from acemerge.families import choose_family
-from acemerge.grid.points import make_points
-from acemerge.grid.table import TABLE, Objective, Record, Table, read_table
+from acemerge.execute.pipeline import Sources, make_plan
 from acemerge.methods import get_method
-from acemerge.model_card import _licence
-from acemerge.pipeline import Sources, make_plan
-from acemerge.recipe import Recipe, make_recipe, read_recipe
-from acemerge.sizes import parse_size
-from acemerge.source import Source, resolve_source
-from acemerge.staging import staged_output
-from acemerge.verify import verify_output
+from acemerge.output.model_card import _licence
+from acemerge.output.staging import staged_output
+from acemerge.output.verify import verify_output
+from acemerge.recipe.arguments import parse_lists, parse_settings
+from acemerge.recipe.recipe import Recipe, make_recipe, read_recipe
+from acemerge.recipe.sizes import parse_size
+from acemerge.sweeps.points import make_points
+from acemerge.sweeps.table import TABLE, Objective, Record, Table, read_table
 from small_models import base_tensors, write_models
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))

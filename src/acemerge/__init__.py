@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors, sweep
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
     from acemerge.methods import all_methods, get_method
-    from acemerge.task_models import export_expert, load_expert_head
+    from acemerge.output.task_models import export_expert, load_expert_head
 
 _HOME = {
     "diagnose": "acemerge.api",
@@ -28,8 +28,8 @@ _HOME = {
     "InputError": "acemerge.errors",
     "MergeError": "acemerge.errors",
     "PreflightError": "acemerge.errors",
-    "export_expert": "acemerge.task_models",
-    "load_expert_head": "acemerge.task_models",
+    "export_expert": "acemerge.output.task_models",
+    "load_expert_head": "acemerge.output.task_models",
     "all_methods": "acemerge.methods",
     "get_method": "acemerge.methods",
 }

@@ -1,5 +1,5 @@
 """`python -m acemerge`."""
 
-from acemerge.cli import main
+from acemerge.cli.app import main
 
 main()

@@ -11,25 +11,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.checkpoint import from_state_dict
-from acemerge.data.needed import methods_using_data
+from acemerge.calibration.needed import methods_using_data
+from acemerge.checkpoints.folder import from_state_dict
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
-from acemerge.grid.evaluation import Evaluate
-from acemerge.grid.run import SweepResult, run_sweep
-from acemerge.grid.table import Objective
+from acemerge.execute.passes import gather_statistics
+from acemerge.execute.pipeline import MergeResult, find_sources, run_merge, torch_device
 from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
-from acemerge.pipeline import MergeResult, find_sources, run_merge, torch_device
-from acemerge.planner import build_plan
-from acemerge.progress import SilentProgress
-from acemerge.recipe import Orientation, make_recipe
-from acemerge.statistics import gather_statistics
-from acemerge.task_vectors import merge_tensor
+from acemerge.planning.planner import build_plan
+from acemerge.planning.progress import SilentProgress
+from acemerge.recipe.recipe import Orientation, make_recipe
+from acemerge.sweeps.evaluation import Evaluate
+from acemerge.sweeps.run import SweepResult, run_sweep
+from acemerge.sweeps.table import Objective
+from acemerge.tensors.task_vectors import merge_tensor
 
 if TYPE_CHECKING:
-    from acemerge.bench.suites import Suite
+    from acemerge.bench.suites.registry import Suite
 
 Model = str | PathLike[str]
 

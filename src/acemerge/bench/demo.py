@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import acemerge
-from acemerge.bench.compare import compare
-from acemerge.bench.experts import Say
-from acemerge.bench.suites import Suite
-from acemerge.bench.tables import Table
-from acemerge.bench.text import TextDomain
-from acemerge.bench.text_tasks import TASKS
+from acemerge.bench.data.text_tasks import TASKS
+from acemerge.bench.domains.text import TextDomain
+from acemerge.bench.measure.compare import compare
+from acemerge.bench.measure.experts import Say
+from acemerge.bench.suites.registry import Suite
+from acemerge.bench.tables.tables import Table
 from acemerge.errors import InputError
 
 METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
@@ -61,7 +61,7 @@ def ask(merged: Path, sentence: str) -> list[tuple[str, str, float]]:
     import torch
     from transformers import AutoTokenizer
 
-    from acemerge.bench.text import mean_of_token_logits, quiet_transformers
+    from acemerge.bench.domains.text import mean_of_token_logits, quiet_transformers
 
     quiet_transformers()
     if not (merged / "heads").is_dir():

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acemerge.arguments import parse_settings
 from acemerge.errors import InputError, MergeError
-from acemerge.frame import Frame
+from acemerge.execute.passes import Gathered, gather_statistics
+from acemerge.execute.pipeline import Sources, make_plan
 from acemerge.methods import Merged, get_method
-from acemerge.pipeline import Sources, make_plan
-from acemerge.plan import Plan, PlannedTensor
-from acemerge.progress import Progress
-from acemerge.recipe import Recipe
-from acemerge.statistics import Gathered, gather_statistics
-from acemerge.task_vectors import tensor_context
+from acemerge.numerics.frame import Frame
+from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.progress import Progress
+from acemerge.recipe.arguments import parse_settings
+from acemerge.recipe.recipe import Recipe
+from acemerge.tensors.task_vectors import tensor_context
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from scipy.special import ndtr
 from torch import Tensor
 
-from acemerge.frame import Frame
-from acemerge.linalg import row_blocks
+from acemerge.numerics.frame import Frame
+from acemerge.numerics.linalg import row_blocks
 
 REACH = 5.0
 """Histograms go from minus to plus so many standard deviations; what lies beyond is in the outermost bins."""

@@ -11,10 +11,10 @@ from acemerge.diagnosis.entries import BINS, REACH
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.spectra import Spectrum
 from acemerge.diagnosis.summary import Matrix, Summary, pairs
-from acemerge.layer_names import kinds_in_order, layers_of
-from acemerge.report.charts import HeatMap, Line, Panel, heat_map, lines
-from acemerge.report.figure import Figure
-from acemerge.report.layer_figures import (
+from acemerge.planning.layer_names import kinds_in_order, layers_of
+from acemerge.reports.charts import HeatMap, Line, Panel, heat_map, lines
+from acemerge.reports.figure import Figure
+from acemerge.reports.layer_figures import (
     Point,
     depth_figure,
     expert_by_layer_figure,

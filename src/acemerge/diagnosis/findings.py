@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
-from acemerge.kinship import RELATED
-from acemerge.report.page import Finding, Level, gravest_first
-from acemerge.task_vectors import LARGE_MERGE
+from acemerge.planning.kinship import RELATED
+from acemerge.reports.page import Finding, Level, gravest_first
+from acemerge.tensors.task_vectors import LARGE_MERGE
 
 FAR = 0.3
 """A change longer than this share of the base itself is no small fine-tune."""

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.frame import Frame, standard_frame
+from acemerge.numerics.frame import Frame, standard_frame
 
 
 class Objective:

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from acemerge import __version__
-from acemerge.covariance import Experts
+from acemerge.checkpoints.families import align_names
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.candidates import Candidate, common_core, plan_candidates
 from acemerge.diagnosis.entries import Entries, read_entries
 from acemerge.diagnosis.interference import Objective
 from acemerge.diagnosis.spectra import Spectra, measure_spectra
 from acemerge.errors import MergeError
-from acemerge.families import align_names
-from acemerge.frame import Frame, standard_frame
-from acemerge.layer_names import depths, kind_of
+from acemerge.execute.pipeline import Sources, make_plan
 from acemerge.methods import get_method
 from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity, regulariser_share
-from acemerge.pipeline import Sources, make_plan
-from acemerge.plan import Plan, PlannedTensor
-from acemerge.progress import Progress
-from acemerge.recipe import Recipe, TensorRule
-from acemerge.task_vectors import load_task_vectors, nonfinite_values, tensor_context
+from acemerge.numerics.covariance import Experts
+from acemerge.numerics.frame import Frame, standard_frame
+from acemerge.planning.layer_names import depths, kind_of
+from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.progress import Progress
+from acemerge.recipe.recipe import Recipe, TensorRule
+from acemerge.tensors.task_vectors import load_task_vectors, nonfinite_values, tensor_context
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Diagnosis:
     def write_report(self, path: str | Path) -> Path:
         """As one self-contained HTML file."""
         from acemerge.diagnosis.report import diagnosis_page
-        from acemerge.report.figure import check_installed
-        from acemerge.report.page import write_report
+        from acemerge.reports.figure import check_installed
+        from acemerge.reports.page import write_report
 
         check_installed()
         return write_report(diagnosis_page(self), Path(path))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from acemerge.diagnosis.figures import figures
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
-from acemerge.layer_names import kinds_in_order
-from acemerge.report.page import Column, Page, Table
+from acemerge.planning.layer_names import kinds_in_order
+from acemerge.reports.page import Column, Page, Table
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> Page:

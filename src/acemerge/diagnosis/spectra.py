@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.linalg import LeadingDirections, leading_directions
+from acemerge.numerics.linalg import LeadingDirections, leading_directions
 
 LEADING_SHARE = 0.05
 """The paper's figure: how much of the energy the top 5% of the singular values hold."""

@@ -2,7 +2,7 @@
 
     D_t = W_t - W0 (m x n)      C_t = D_t with its column means mu_t removed      S_t = C_t^T C_t, tr_t = trace S_t
 
-The steps are numbered as in the docs (docs/methods/ace.md). How the products are formed is `acemerge.covariance`'s business.
+The steps are numbered as in the docs (docs/methods/ace.md). How products are formed is the business of `numerics.covariance`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.covariance import Experts
-from acemerge.frame import Frame
-from acemerge.linalg import Gram, add_product, leading_directions, rounding_error, shared_rows, sum_of_squares
+from acemerge.methods.option_text import Fact
 from acemerge.methods.registry import Context, Merged, Options, method
-from acemerge.option_text import Fact
-from acemerge.threads import AT_ONCE, share, torch_at_rest
+from acemerge.numerics.covariance import Experts
+from acemerge.numerics.frame import Frame
+from acemerge.numerics.linalg import Gram, add_product, leading_directions, rounding_error, shared_rows, sum_of_squares
+from acemerge.numerics.threads import AT_ONCE, share, torch_at_rest
 
 DEFAULT_EPSILON = 1e-5
 SMALL = 512

@@ -24,8 +24,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.frame import Frame
-from acemerge.linalg import Gram, leading_directions, sum_of_squares
 from acemerge.methods.ace import (
     AceOptions,
     Opinions,
@@ -42,7 +40,9 @@ from acemerge.methods.ace import (
     rounding_spread,
 )
 from acemerge.methods.registry import Context, Merged
-from acemerge.methods.sweeps import AtPoints, shared_route
+from acemerge.methods.shared_routes import AtPoints, shared_route
+from acemerge.numerics.frame import Frame
+from acemerge.numerics.linalg import Gram, leading_directions, sum_of_squares
 
 
 @dataclass(frozen=True, order=True)

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.covariance import Experts
-from acemerge.linalg import changed_tasks
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.numerics.covariance import Experts
+from acemerge.numerics.linalg import changed_tasks
 
 Cut = Annotated[
     Annotated[float, Field(gt=0, lt=1)] | Literal["float32"],

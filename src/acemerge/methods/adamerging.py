@@ -12,12 +12,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.data.inputs import Batch
-from acemerge.data.measured import Tensors, keep, kept_file, read_kept, write_kept
-from acemerge.data.run import DataRun
-from acemerge.data.shared_backbone import SharedBackbone
-from acemerge.linalg import weighted_sum
+from acemerge.calibration.inputs import Batch
+from acemerge.calibration.measured import Tensors, keep, kept_file, read_kept, write_kept
+from acemerge.calibration.run import DataRun
+from acemerge.calibration.shared_backbone import SharedBackbone
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.numerics.linalg import weighted_sum
 
 SAVED_EVERY = 20
 """Steps after which the state is kept, so that an interrupted run goes on there."""
@@ -97,7 +97,7 @@ class Learner:
     def learn(self, slopes: Float[Tensor, "task tensor"]) -> None:
         """One step against these slopes of the loss; a coefficient that is cut has none."""
         self.optimizer.zero_grad()
-        self.coefficients().backward(slopes)  # type: ignore[no-untyped-call]
+        self.coefficients().backward(slopes)
         self.optimizer.step()
 
     def state(self, step: int) -> Tensors:

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import row_blocks
 from acemerge.methods.registry import Alpha, Merged, Options, method
-from acemerge.thresholds import count_of_share
+from acemerge.numerics.linalg import row_blocks
+from acemerge.numerics.thresholds import count_of_share
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.frame import Frame
-from acemerge.linalg import directions_flops, fixed_signs, leading_directions
 from acemerge.methods.registry import Alpha, Context, Merged, Method, Options, Statistics, get_method, method
+from acemerge.numerics.frame import Frame
+from acemerge.numerics.linalg import directions_flops, fixed_signs, leading_directions
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.dropping import Rescale, Seed, drop
 from acemerge.methods.registry import Alpha, Context, Options, method
+from acemerge.numerics.dropping import Rescale, Seed, drop
 
 
 @dataclass(frozen=True)

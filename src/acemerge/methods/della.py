@@ -10,12 +10,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.dropping import Rescale, Seed, drop
 from acemerge.errors import InputError
-from acemerge.expert_weights import NonNegativeWeights, check_count, weight_each
-from acemerge.linalg import row_blocks, weighted_sum
+from acemerge.methods.expert_weights import NonNegativeWeights, check_count, weight_each
 from acemerge.methods.registry import Alpha, Context, Options, method
 from acemerge.methods.ties import elect_and_merge
+from acemerge.numerics.dropping import Rescale, Seed, drop
+from acemerge.numerics.linalg import row_blocks, weighted_sum
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import weighted_sum
 from acemerge.methods.registry import Context, Merged, Options, masks_elements, method
+from acemerge.numerics.linalg import weighted_sum
 
 
 @dataclass(frozen=True)

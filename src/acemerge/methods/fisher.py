@@ -14,12 +14,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.data.measured import Measured, Tensors, keep
-from acemerge.data.run import DataRun
+from acemerge.calibration.measured import Measured, Tensors, keep
+from acemerge.calibration.run import DataRun
 from acemerge.errors import InputError
-from acemerge.expert_weights import NonNegativeWeights, check_count, weight_each
-from acemerge.linalg import sum_of_squares
+from acemerge.methods.expert_weights import NonNegativeWeights, check_count, weight_each
 from acemerge.methods.registry import Context, Options, method
+from acemerge.numerics.linalg import sum_of_squares
 
 NEGLIGIBLE = 1e-7
 """Directions of the answers' covariance below this share of the largest are within float32's rounding."""

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import weighted_sum
 from acemerge.methods.registry import Alpha, Merged, Options, method
+from acemerge.numerics.linalg import weighted_sum
 
 _ROUNDING = 1e-12
 """Of a float64 transform, relative: what is below it is nothing."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.linalg import directions_elements, directions_flops, leading_directions, weighted_sum
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.numerics.linalg import directions_elements, directions_flops, leading_directions, weighted_sum
 
 
 @dataclass(frozen=True)

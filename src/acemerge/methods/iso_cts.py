@@ -11,7 +11,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import (
+from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.methods.tsv_m import orthogonalise, orthogonalised_elements, orthogonalised_flops
+from acemerge.numerics.linalg import (
     LeadingDirections,
     changed_tasks,
     directions_elements,
@@ -20,10 +22,8 @@ from acemerge.linalg import (
     sum_of_squares,
     weighted_sum,
 )
-from acemerge.methods.registry import Context, Merged, Options, method
-from acemerge.methods.tsv_m import orthogonalise, orthogonalised_elements, orthogonalised_flops
-from acemerge.threads import AT_ONCE, share
-from acemerge.thresholds import count_of_share
+from acemerge.numerics.threads import AT_ONCE, share
+from acemerge.numerics.thresholds import count_of_share
 
 ROUNDING = 4e-7
 """Share of a task vector's length below which what is left of it is rounding of float32 weights."""

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.dropping import Seed, drop
-from acemerge.frame import Frame
-from acemerge.linalg import directions_elements, directions_flops, fixed_signs, leading_directions
 from acemerge.methods.registry import Alpha, Context, Merged, method
 from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
+from acemerge.numerics.dropping import Seed, drop
+from acemerge.numerics.frame import Frame
+from acemerge.numerics.linalg import directions_elements, directions_flops, fixed_signs, leading_directions
 
 
 @dataclass(frozen=True)

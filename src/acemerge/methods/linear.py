@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.expert_weights import ExpertWeights, check_count, weight_each
-from acemerge.linalg import weighted_sum
+from acemerge.methods.expert_weights import ExpertWeights, check_count, weight_each
 from acemerge.methods.registry import Context, Options, method
+from acemerge.numerics.linalg import weighted_sum
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import sum_of_squares, weighted_sum
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.numerics.linalg import sum_of_squares, weighted_sum
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from acemerge.errors import InputError, did_you_mean
-from acemerge.frame import Frame, Sides, standard_frame
-from acemerge.option_text import DescribedOption, Fact, describe_option
+from acemerge.methods.option_text import DescribedOption, Fact, describe_option
+from acemerge.numerics.frame import Frame, Sides, standard_frame
 
 ENTRY_POINT_GROUP = "acemerge.methods"
 
@@ -260,13 +260,13 @@ def method(
     floating-point tensors. Of methods that run the models on data: "linear", the weights of linear layers, the others being
     averaged; "blocks", those in the model's stack of blocks, what comes after the stack being kept at the base's value.
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
-    pass. `measure(run, options)` is for a method that uses data: given an `acemerge.data.run.DataRun`, what its kernel then
+    pass. `measure(run, options)` is for a method that uses data: given an `calibration.run.DataRun`, what its kernel then
     finds in `context.statistics`. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
     their order matters; `per_task` that it makes one model per task, not one merged model. `elementwise`, or what it gives for
     the options, says that each entry of the result depends on that entry of the task vectors only (and on the statistics, which
     then see pieces of tensors, in several threads), that there are no facts or warnings, and that `context.base` is not used:
-    tensors are then merged a piece at a time (see `acemerge.pieces`). `low_rank`, or what it gives for the options, names the
-    sides of its matrices whose coordinates it does not depend on (see `acemerge.frame`): LoRA experts are then merged in their
+    tensors are then merged a piece at a time (see `numerics.pieces`). `low_rank`, or what it gives for the options, names the
+    sides of its matrices whose coordinates it does not depend on (see `numerics.frame`): LoRA experts are then merged in their
     small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;

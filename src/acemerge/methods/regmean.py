@@ -12,11 +12,11 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.data.layer_inputs import LayerInputs
-from acemerge.data.measured import Measured, Tensors, keep
-from acemerge.data.run import DataRun
-from acemerge.linalg import cholesky_solver
+from acemerge.calibration.layer_inputs import LayerInputs
+from acemerge.calibration.measured import Measured, Tensors, keep
+from acemerge.calibration.run import DataRun
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.numerics.linalg import cholesky_solver
 
 RIDGE = 1e-6
 """Of the mean of all H_t's diagonals, added to every H_t: what no input has ever shown is averaged."""

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.checkpoint import WeightsFile
-from acemerge.data.layer_inputs import LayerInputs
-from acemerge.data.layout import BEFORE, read_layout
-from acemerge.data.measured import Measured, Tensors, keep
-from acemerge.data.run import DataRun, ExpertModel
+from acemerge.calibration.layer_inputs import LayerInputs
+from acemerge.calibration.layout import BEFORE, read_layout
+from acemerge.calibration.measured import Measured, Tensors, keep
+from acemerge.calibration.run import DataRun, ExpertModel
+from acemerge.checkpoints.folder import WeightsFile
 from acemerge.methods.registry import Context, Merged, method
 from acemerge.methods.regmean import OffDiagonal, RegMeanOptions, regmean
-from acemerge.plan import PlannedTensor
-from acemerge.task_vectors import merge_tensor
+from acemerge.planning.plan import PlannedTensor
+from acemerge.tensors.task_vectors import merge_tensor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.numerics.linalg import row_blocks, weighted_sum
 
 PARALLEL = 1 - 1e-6  # |cos| beyond which the arc is a chord, within 1e-6 of it, and sin(theta) too small to divide by
 

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import row_blocks, weighted_sum
 from acemerge.methods.registry import Context, Options, method
-from acemerge.thresholds import MagnitudeThresholds, trim
+from acemerge.numerics.linalg import row_blocks, weighted_sum
+from acemerge.numerics.thresholds import MagnitudeThresholds, trim
 
 Prepare = Callable[[Tensor, Context], Tensor]
 

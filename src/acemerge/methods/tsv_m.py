@@ -9,10 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.linalg import LeadingDirections, changed_tasks, directions_elements, directions_flops, leading_directions, polar
+from acemerge.methods.option_text import Fact
 from acemerge.methods.registry import Context, Merged, Options, method
-from acemerge.option_text import Fact
-from acemerge.threads import AT_ONCE, share
+from acemerge.numerics.linalg import (
+    LeadingDirections,
+    changed_tasks,
+    directions_elements,
+    directions_flops,
+    leading_directions,
+    polar,
+)
+from acemerge.numerics.threads import AT_ONCE, share
 
 SAME_DIRECTION = 1e-5
 """Experts' directions closer than this (in radians) are one: their difference is float32 rounding, not something to amplify."""

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.linalg import leading_directions, weighted_sum
 from acemerge.methods.registry import Merged, Options, method
-from acemerge.thresholds import count_of_share
+from acemerge.numerics.linalg import leading_directions, weighted_sum
+from acemerge.numerics.thresholds import count_of_share
 
 
 @dataclass(frozen=True)

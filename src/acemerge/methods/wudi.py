@@ -11,10 +11,10 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.covariance import Experts
-from acemerge.linalg import sum_of_squares, weighted_sum
 from acemerge.methods.actmat import Cut, closed_form_elements, closed_form_flops, relative_cut
 from acemerge.methods.registry import Context, Merged, Options, method
+from acemerge.numerics.covariance import Experts
+from acemerge.numerics.linalg import sum_of_squares, weighted_sum
 
 
 @dataclass(frozen=True)

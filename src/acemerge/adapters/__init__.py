@@ -1,0 +1,1 @@
+"""PEFT adapters as low-rank changes of a base."""

@@ -1,0 +1,167 @@
+"""PEFT adapters: experts given as low-rank changes of the base's tensors, read without ever expanding them.
+
+Whole modules (`modules_to_save`) and biases are stored as they are, all other changes as factors (`lora_change.py`). Anything
+else that an adapter may be is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from acemerge.adapters.change import Change
+from acemerge.adapters.module import LoraModule, unknown_kind
+from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
+from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
+from acemerge.checkpoints.file_stamp import FileStamp
+from acemerge.checkpoints.folder import Checkpoint, TensorHeader, WeightsFile, open_file
+from acemerge.checkpoints.untrusted import check_inside
+from acemerge.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_MODULE_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(\.default)?(\.(?P<kind>weight|bias))?"
+)
+
+
+@dataclass(frozen=True)
+class Adapter(Checkpoint):
+    """An expert that says what it changes; every tensor it does not mention is the base's."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """adapter_config.json."""
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    """Name in the base -> name in the model that the adapter was trained on."""
+
+    def backbone(self, base_names: Iterable[str]) -> dict[str, str]:
+        """Name in the model that the adapter was trained on -> name in the base, of everything under that model's head."""
+        theirs, ours = next(((own, name) for name, own in self.own_names.items() if name in (self.changes or {})), ("", ""))
+        old, new = prefix_exchange(theirs, ours)
+        return {old + name.removeprefix(new): name for name in base_names if name.startswith(new) and not is_output_layer(name)}
+
+    def head_config(self, base_config: Mapping[str, Any], head: Mapping[str, TensorHeader]) -> dict[str, Any]:
+        """The base's config for the model that the adapter was trained on: its class, and as many labels as its head has."""
+        config = dict(base_config)
+        named = (self.settings.get("auto_mapping") or {}).get("base_model_class")
+        suffix = _CLASSES.get(self.settings.get("task_type") or "")
+        stem = re.match(r"(.+?)(LMHeadModel|Model|For[A-Z]\w+)$", (base_config.get("architectures") or [""])[0])
+        if named or (suffix and stem):
+            config["architectures"] = [named or f"{stem[1] if stem else ''}{suffix}"]
+        outputs = [header.shape[0] for name, header in sorted(head.items()) if is_task_head(name) and header.shape]
+        if any(is_output_layer(name) and not is_task_head(name) for name in head) and config.get("tie_word_embeddings"):
+            config["tie_word_embeddings"] = False  # an output layer of its own
+        if outputs:  # a head of two layers sorts as dense, out_proj
+            labels = {f"LABEL_{i}": i for i in range(outputs[-1])}
+            config |= {"id2label": {str(i): label for label, i in labels.items()}, "label2id": labels}
+        return config
+
+
+_CLASSES = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+}
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder is a PEFT adapter."""
+    return path.is_dir() and (path / CONFIG).is_file()
+
+
+def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Adapter:
+    """Open an adapter folder; reads headers only. Its tensors come under the base's names, or would-be names."""
+    config_stamp = FileStamp.of(path / CONFIG)  # its scales and ranks are as much a part of the change as the weights
+    settings = read_settings(path)
+    file = next((path / weights for weights in _WEIGHTS if (path / weights).is_file()), None)
+    if file is None:
+        raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(_WEIGHTS)}; download the weights too")
+    check_inside(path, (path / CONFIG, file))
+    stored = open_file(file)
+    modules, wholes = _sorted_out(stored.tensors, file)
+    lora = [LoraModule(module, parts, stored.tensors, settings, file) for module, parts in modules.items()]
+    own_headers = {**{own: stored.tensors[key] for own, key in wholes.items()}, **{m.weight: m.header for m in lora}}
+    names = _names_in_base(base, own_headers)
+    _leave_out_copies(wholes, lora, names, stored, base)
+    changes: dict[str, Change] = {}
+    headers = {names[own]: stored.tensors[key] for own, key in wholes.items()}
+    for module in lora:
+        ours = names[module.weight]
+        change = module.change(stored.read_unchanged, ours, base, family)
+        changes[ours], headers[ours] = change, TensorHeader(module.header.dtype, change.shape)
+        if module.bias is not None:
+            bias = ours.removesuffix("weight") + "bias"
+            changes[bias], headers[bias] = module.bias_change(stored.read_unchanged), stored.tensors[module.bias]
+    whole_keys = {names[own]: key for own, key in wholes.items()}
+    own_names = {ours: own for own, ours in names.items()}
+
+    def read(tensor: str) -> Tensor:
+        """The whole value, also of what is given as a change: for a head, which is never merged."""
+        if tensor in whole_keys:
+            return stored.read_unchanged(whole_keys[tensor])
+        value = base.read(tensor)
+        return value + changes[tensor].expand(value)
+
+    return Adapter(
+        name, headers, read, path, (file, path / CONFIG), changes=changes, stamps=(stored.stamp, config_stamp),
+        settings=settings, own_names=own_names,
+    )  # fmt: skip
+
+
+def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """{module: {part: key}} of the low-rank ones, and {tensor: key} of those stored whole; both without PEFT's wrappings."""
+    modules: dict[str, dict[str, str]] = {}
+    wholes: dict[str, str] = {}
+    if not headers:
+        raise InputError(f"{file}: holds no tensors; save the adapter again")
+    for key in headers:
+        if ".original_module." in key:  # the base's own, which a saved module stands in for
+            continue
+        name = key.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
+        match = _MODULE_PART.fullmatch(name)
+        if match:
+            part = match["part"] if match["kind"] != "bias" else f"{match['part']}.bias"
+            _add_once(modules.setdefault(match["module"], {}), part, key, file)
+        elif "lora_" in name or not name.endswith((".weight", ".bias")):
+            raise unknown_kind(key, file)
+        else:
+            _add_once(wholes, name.replace(".base_layer.", "."), key, file)
+    return modules, wholes
+
+
+def _add_once(keys: dict[str, str], name: str, key: str, file: Path) -> None:
+    if name in keys:
+        raise InputError(f"{file}: tensors '{keys[name]}' and '{key}' both stand for {name}; save the adapter again")
+    keys[name] = key
+
+
+def _leave_out_copies(
+    wholes: dict[str, str], lora: list[LoraModule], names: Mapping[str, str], stored: WeightsFile, base: Checkpoint
+) -> None:
+    """A changed embedding may come with a copy of the base's own table, which peft saves in case the vocabulary has grown."""
+    for module in lora:
+        key = wholes.pop(module.weight, None)
+        ours = names[module.weight]
+        if key is None or ours not in base.tensors:  # which the plan reports
+            continue
+        same_shape = stored.tensors[key].shape == base.tensors[ours].shape
+        if not (same_shape and bool((stored.read(key) == base.read(ours)).all())):
+            raise InputError(
+                f"{stored.path}: comes with its own '{module.weight}' {list(stored.tensors[key].shape)}, not that of base "
+                f"{base.where}: a change of another base, or of a larger vocabulary. {EXPAND}"
+            )
+
+
+def _names_in_base(base: Checkpoint, own: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Each of the adapter's tensor names -> the base's; shapes are compared up to transposition."""
+
+    def flat(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        return {name: TensorHeader(header.dtype, tuple(sorted(header.shape))) for name, header in headers.items()}
+
+    return align_names(flat(base.tensors), flat(own))

@@ -1,0 +1,1 @@
+"""Rows of tasks, and where they come from."""

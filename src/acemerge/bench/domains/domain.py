@@ -1,0 +1,58 @@
+"""A domain: what differs between kinds of model and data. Training, merging, evaluation and tables are the same for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from acemerge.bench.data.task import Rows, Task
+
+HEAD = "classifier."
+"""How the names of a head's parameters begin, in every domain."""
+
+
+class Prepared(Protocol):
+    """Rows made ready once: tokenised texts, normalised pictures."""
+
+    @property
+    def labels(self) -> Tensor:
+        """[row], long; numbers for a regression."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[row]: rows of like length are evaluated together; all the same for pictures."""
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        """What the model takes for these rows."""
+
+
+class Domain(Protocol):
+    """How a model of one kind is loaded and asked."""
+
+    @property
+    def name(self) -> str:
+        """A folder of the cache is called so."""
+
+    def load(self, folder: Path) -> nn.Module:
+        """A model with its head, from a folder of an expert or one that `acemerge task` wrote."""
+
+    def prepare(self, rows: Rows) -> Prepared:
+        """Make rows ready."""
+
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """[row, class]; [row, 1] for a regression."""
+
+
+class TrainableDomain(Domain, Protocol):
+    """One whose base and experts are made here."""
+
+    def write_base(self, folder: Path) -> None:
+        """Write the pretrained base as an ordinary folder that `acemerge merge` takes. The folder exists and is empty."""
+
+    def new_expert(self, base: Path, task: Task) -> nn.Module:
+        """The base with a new head, whose parameters' names begin with HEAD. Random numbers are torch's global ones."""
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """The inverse of `load`: config.json, model.safetensors and whatever else belongs to such a folder."""

@@ -1,0 +1,1 @@
+"""Training experts, merging them and scoring the result."""

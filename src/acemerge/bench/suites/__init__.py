@@ -1,0 +1,1 @@
+"""Base, tasks and experts that belong together: ours and the papers'."""

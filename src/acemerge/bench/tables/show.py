@@ -1,0 +1,58 @@
+"""How tables look in a terminal, and where they are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table as Grid
+
+from acemerge.bench.tables.tables import Table, as_cells, as_markdown, as_normalised_cells
+from acemerge.errors import InputError
+
+
+def publish_table(table: Table, folder: Path, name: str) -> None:
+    """Print it, and write it as JSON, Markdown and CSV."""
+    print_grid(table.title, as_cells(table.rows, table.others))
+    if table.normalised:
+        print_grid(f"{table.title}, in percent of the expert's score", as_normalised_cells(table.rows, table.others))
+    write(folder, name, {"json": table.to_json(), "md": table.to_markdown(), "csv": table.to_csv()})
+
+
+def publish_grids(title: str, grids: Sequence[Sequence[Sequence[str]]], records: Any, folder: Path, name: str) -> None:
+    """Print tables of any kind, and write them as Markdown with all that was measured as JSON."""
+    for cells in grids:
+        print_grid(title, cells)
+    markdown = "\n\n".join([f"# {title}", *map(as_markdown, grids)]) + "\n"
+    write(folder, name, {"json": json.dumps(records, indent=1) + "\n", "md": markdown})
+
+
+def print_grid(title: str, cells: Sequence[Sequence[str]]) -> None:
+    """A heading and lines."""
+    heading, *lines = cells
+    grid = Grid(box=SIMPLE, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for index, name in enumerate(heading):
+        grid.add_column(name, justify="right" if index else "left", no_wrap=index == 0)
+    for line in lines:
+        grid.add_row(*line)
+    # A narrow terminal may fold a table; a pipe or a file never does.
+    console = Console() if Console().is_terminal else Console(width=240)
+    console.print(grid)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse early what no table could be written to."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"-o {folder}: is a file; give a folder for the tables")
+
+
+def write(folder: Path, name: str, texts: dict[str, str]) -> None:
+    """One file for each ending."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for ending, text in texts.items():
+        (folder / f"{name}.{ending}").write_text(text, encoding="utf-8")
+    print("written:", ", ".join(str(folder / f"{name}.{ending}") for ending in texts))

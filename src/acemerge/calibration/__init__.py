@@ -1,0 +1,1 @@
+"""What methods that use data measure, and the rows they measure it on."""

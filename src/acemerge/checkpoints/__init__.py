@@ -1,0 +1,1 @@
+"""Models on disk: headers, formats, families, lazy reads."""

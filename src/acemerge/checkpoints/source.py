@@ -1,0 +1,87 @@
+"""From what the user typed to files on this machine: a folder, a weights file, or a Hugging Face hub id."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from acemerge.checkpoints.folder import WEIGHT_SUFFIXES
+from acemerge.errors import InputError
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.md", "*.tiktoken"]
+_WANTED_PICKLES = ["*.bin", "*.pt", "*.pth"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on this machine, and how to speak of it to other people: never by a local path."""
+
+    given: str
+    path: Path
+    hub_id: str | None = None
+    revision: str | None = None
+
+    @property
+    def public_name(self) -> str:
+        """The hub id with its exact revision, or the folder's own name."""
+        if self.hub_id:
+            return f"{self.hub_id}@{self.revision}" if self.revision else self.hub_id
+        return self.path.resolve().name
+
+    @property
+    def short_name(self) -> str:
+        """A name for tables and head folders."""
+        name = self.hub_id.split("/")[-1] if self.hub_id else self.path.resolve().name
+        stem = Path(name).stem if self.path.is_file() else name
+        return re.sub(r"[^\w.+-]", "_", stem)
+
+
+def expand_home(path: Path) -> Path:
+    """A path that may begin with ~ or ~user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise InputError(f"{path}: there is no such user, so no such folder") from None
+
+
+def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = False) -> Source:
+    """Find a model: an existing path first, then the hub (its cache only, when offline)."""
+    path = relative_to / expand_home(Path(given))
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise InputError(f"{given}: cannot be looked up ({error.strerror})") from None
+    if exists:
+        return _from_path(given, path)
+    match = _HUB_ID.fullmatch(given)
+    in_a_folder_here = "/" in given and path.parent.is_dir()
+    if match is None or given.startswith((".", "/", "~")) or given.endswith(WEIGHT_SUFFIXES) or in_a_folder_here:
+        raise InputError(f"{given}: no such file or folder")
+    return _from_hub(given, match["repo"], match["revision"], offline)
+
+
+def _from_path(given: str, path: Path) -> Source:
+    """A snapshot in the hub's cache, models--OWNER--NAME/snapshots/REVISION, is known by what the hub calls it."""
+    folder = path.resolve()
+    repo = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repo.startswith("models--"):
+        return Source(given, path, repo.removeprefix("models--").replace("--", "/"), folder.name)
+    return Source(given, path)
+
+
+def _from_hub(given: str, repo: str, revision: str | None, offline: bool) -> Source:
+    from huggingface_hub import constants, snapshot_download
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=_WANTED))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=_WANTED_PICKLES)
+    except Exception as error:  # the hub client raises a dozen unrelated types; the user needs one sentence
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        forbidden = "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--offline"
+        tried = f"it is not in the local hub cache, and {forbidden} forbids a download" if offline else f"the hub said: {reason}"
+        raise InputError(f"{given}: no such folder here, and as a hub id it could not be fetched: {tried}") from None
+    return Source(given, folder, repo, folder.name)

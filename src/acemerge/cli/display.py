@@ -1,0 +1,208 @@
+"""How plans, results and methods look on a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from acemerge.execute.pipeline import MergeResult
+from acemerge.methods import Method
+from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
+from acemerge.planning.plan import Action, Plan
+from acemerge.recipe.sizes import human_bytes
+from acemerge.reports.page import Finding
+
+_ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
+_SCOPES = {
+    "all": "every weight takes part",
+    "linear": "the weights of linear layers merge, the others average",
+    "blocks": "the weights of linear layers in blocks merge, the others average; what comes after the blocks stays at the base",
+}
+_MERGES = {
+    "all": "every floating-point tensor",
+    "linear": "the weights of linear layers; other tensors are averaged",
+    "blocks": "the weights of linear layers in the model's blocks; other tensors are averaged, those after the last block kept",
+}
+
+
+class _PatientConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """A reader that has seen enough, such as `head`, is no failure."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+
+
+def new_console() -> Console:
+    """As wide as the terminal; in a pipe, as wide as the content needs, so that nothing is cut. `[in, out]` is no markup."""
+    console = _PatientConsole(highlight=False, markup=False, soft_wrap=False)
+    return console if console.is_terminal else _PatientConsole(highlight=False, markup=False, width=200)
+
+
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """With these headings, some of them flush right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+_MARKS = {"stop": "x", "caution": "!", "good": "+"}
+_STYLES = {"stop": "bold red", "caution": "yellow", "good": "green"}
+
+
+def print_findings(level: str, verdict: str, findings: Sequence[Finding]) -> None:
+    """The summary of a report."""
+    console = new_console()
+    console.print(f"\n{verdict}\n", style=_STYLES[level])
+    for finding in findings:
+        console.print(f"{_MARKS[finding.level]} {finding.text}" + (f"\n  {finding.advice}" if finding.advice else ""))
+    console.print()
+
+
+def print_plan(plan: Plan) -> None:
+    """Every tensor's fate, then the totals."""
+    table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
+    for tensor in plan.tensors:
+        shape = "x".join(map(str, tensor.header.shape)) or "scalar"
+        core = f", in a core of rank {tensor.rank}" if tensor.core else ""
+        why = tensor.reason or (f"by {tensor.method}{core}" + (", stored [in, out]" if tensor.transposed else ""))
+        table.add_row(tensor.name, shape, tensor.output_dtype, tensor.action, why)
+    for name, original in plan.omitted.items():
+        table.add_row(name, "", "", "tied", f"stored once, as {original}")
+    console = new_console()
+    console.print(table)
+    _print_summary(plan, console)
+    most, besides = ("at most ", ", shared/ and tasks/") if plan.per_task_methods else ("", "")
+    console.print(
+        f"reads {human_bytes(plan.input_bytes)}, writes {most}{human_bytes(plan.output_bytes)} in {len(plan.shards)} file(s)"
+        f"{besides}, "
+        f"peak memory about {human_bytes(plan.peak_memory)} beyond the program itself, about {plan.flops / 1e9:.1f} GFLOP"
+    )
+
+
+def _print_summary(plan: Plan, console: Console) -> None:
+    options = ", ".join(f"{name}={value}" for name, value in asdict(plan.options).items())
+    counts = ", ".join(f"{plan.count(action)} {action}" for action in _ACTIONS)
+    tied = f", {len(plan.omitted)} tied" if plan.omitted else ""
+    console.print(f"method {plan.method.name} ({options})")
+    used = f"the weights and data: {plan.data.about}; no labels" if plan.data else "the weights alone"
+    console.print(f"uses {used}")
+    preset = f"preset {plan.family.name}: {plan.family.about}"
+    console.print(f"{_SCOPES.get(plan.method.touches, preset)}; orientation {plan.recipe.orientation}")
+    console.print(f"{len(plan.tensors) + len(plan.omitted)} tensors: {counts}{tied}")
+    if any(expert.changes is not None for expert in plan.experts):
+        console.print(_routes(plan))
+    if plan.heads:
+        names = ", ".join(plan.experts[head.expert].name for head in plan.heads)
+        console.print(f"each expert's own head goes to heads/: {names}")
+    for note in plan.notes:
+        console.print(f"note: {note}")
+
+
+def _routes(plan: Plan) -> str:
+    """How adapters are merged: in their low-rank core, or expanded."""
+    taking_part = [tensor for tensor in plan.tensors if tensor.method]
+    ranks = [tensor.rank for tensor in taking_part if tensor.core]
+    parts = [f"{len(ranks)} tensors merge in the adapters' common core, of rank {max(ranks)} at most"] if ranks else []
+    if len(ranks) < len(taking_part):
+        parts.append(f"{len(taking_part) - len(ranks)} as whole tensors, one at a time")
+    return "; ".join(parts)
+
+
+def print_result(result: MergeResult, verbose: bool) -> None:
+    """What was written and where; with `verbose`, how every merged tensor came out."""
+    console = new_console()
+    if verbose:
+        of_adapter = ("rank", "relative error") if result.plan.recipe.save_as == "adapter" else ()
+        table = new_table(
+            "tensor",
+            "fate",
+            "gamma",
+            "branch",
+            "|M|/max|D_t|",
+            "ridge share",
+            *of_adapter,
+            right=["gamma", "|M|/max|D_t|", "rank"],
+        )
+        for record in result.tensors:
+            table.add_row(
+                record["name"], record["action"], _figure(record, "gamma"), str(record.get("branch", "")),
+                _figure(record, "norm_ratio"), _figure(record, "ridge_share"),
+                *(_figure(record, column.replace(" ", "_")) for column in of_adapter),
+            )  # fmt: skip
+        console.print(table)
+    _print_summary(result.plan, console)
+    branches = [record["branch"] for record in result.tensors if "branch" in record]
+    if branches:
+        console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
+    _print_warnings([warning for record in result.tensors for warning in record["warnings"]], console)
+    if result.plan.recipe.save_as == "adapter":
+        ranks = [record["rank"] for record in result.tensors if "relative_error" in record]
+        error = overall_error(result.tensors)
+        told = result.plan.recipe.rank or error > ROUNDED_TO_FLOAT32
+        lost = f"relative error {error:.2e} over all tensors" if told else "nothing left out"
+        console.print(f"an adapter of rank {max(ranks, default=0)} at most, {lost}")
+    size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
+    console.print(f"wrote {result.output} ({human_bytes(size)})")
+
+
+def _print_warnings(warnings: Sequence[str], console: Console, shown: int = 3) -> None:
+    """The first few; a cause common to many tensors would fill the screen."""
+    for warning in warnings[:shown]:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    if len(warnings) > shown:
+        console.print(f"and {len(warnings) - shown} more warnings, in acemerge_manifest.json", style="yellow")
+
+
+def _figure(record: Any, name: str) -> str:
+    return f"{record[name]:.3g}" if name in record else ""
+
+
+def list_methods(methods: Sequence[Method]) -> None:
+    """One line each."""
+    table = new_table("method", "uses", "what it does", "merges", "makes", "paper")
+    for method in methods:
+        makes = "a model per task" if method.per_task else "one model"
+        does = method.summary.split("\n")[0].removeprefix("Uses data. ")
+        table.add_row(method.name, method.uses, does, method.touches, makes, method.paper)
+    console = new_console()
+    console.print(table)
+    console.print("`acemerge methods NAME` describes one with its options.")
+
+
+def describe_method(method: Method) -> None:
+    """What it does, its options, its paper."""
+    console = new_console()
+    console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
+    rest = "averaged, or kept as the model family's preset says" if method.rest == "average" else "kept at the base's value"
+    matrices = f"matrices; other tensors are {rest}"
+    console.print(f"It merges {_MERGES.get(method.touches, matrices)}. Set an option with -s NAME=VALUE.")
+    if method.uses == "data":
+        console.print("It uses data besides the weights: give --data SUITE, or --data FOLDER with a file per expert.")
+    if method.per_task:
+        console.print("It makes one model per task, not one merged model: `acemerge task OUT EXPERT -o DIR` makes an expert's.")
+    table = new_table("option", "default", "allowed", "meaning")
+    for option in method.describe_options():
+        table.add_row(option.name, str(option.default), option.allowed, option.meaning)
+    console.print(table)
+
+
+def method_json(method: Method) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "name": method.name,
+        "title": method.title,
+        "paper": method.paper,
+        "summary": method.summary,
+        "touches": method.touches,
+        "uses": method.uses,
+        "per_task": method.per_task,
+        "options": [asdict(option) for option in method.describe_options()],
+    }

@@ -1,0 +1,54 @@
+"""`acemerge evaluate`: one model on a suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acemerge.cli.bench import BatchSize, Data, Device, Limit, Models, RunCode, SuiteName, Tasks, open_suite, say
+
+
+def evaluate_command(
+    model: Annotated[
+        str, typer.Argument(help="A merged model, an expert or the base: a folder, a file of weights, or a hub id.")
+    ],
+    suite: SuiteName,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    models: Models = None,
+    data: Data = None,
+    device: Device = "cpu",
+    batch_size: BatchSize = None,
+    with_experts: Annotated[
+        bool | None,
+        typer.Option(
+            "--with-experts/--without-experts",
+            help="Also measure the experts, for the share of their scores that is left; by default where the paper does.",
+        ),
+    ] = None,
+    run_generated_code: RunCode = False,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the results.")] = Path("evaluate-output"),
+) -> None:
+    """Measure one model on a suite's tasks, and print the paper's numbers below.
+
+    [bold]acemerge evaluate merged --suite text-8[/]                       a folder that `acemerge merge` wrote, with its heads
+
+    [bold]acemerge evaluate expert --suite text-8 --tasks movie[/]         a model with a head of its own is for one task
+
+    [bold]acemerge evaluate merged --suite clip-vit-b32-8 --device cuda[/]
+
+    A model without heads gets those of the suite's experts. If the run is interrupted, repeat the command to go on.
+    """
+    chosen = open_suite(suite, models, data, tasks, device, batch_size, run_generated_code)
+    from acemerge.bench.measure.one_model import evaluate_model
+    from acemerge.bench.tables.show import check_folder, publish_table
+    from acemerge.checkpoints.source import resolve_source
+
+    check_folder(output)
+    source = resolve_source(model)
+    compared = chosen.normalised if with_experts is None else with_experts
+    table = evaluate_model(chosen, source, limit or chosen.limit, compared, say)
+    chosen_tasks = ["+".join(task.name for task in chosen.tasks)] if tasks else []
+    publish_table(table, output, "-".join([source.short_name, suite, *chosen_tasks, *([str(limit)] if limit else [])]))

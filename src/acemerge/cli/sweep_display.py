@@ -1,0 +1,54 @@
+"""How a sweep looks on a terminal, and for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from acemerge.cli.display import new_console, new_table
+from acemerge.sweeps.points import Point
+from acemerge.sweeps.run import SweepPoint, SweepResult
+
+
+def print_sweep(result: SweepResult) -> None:
+    """Every point with its scores, and the best."""
+    settings = list(result.points[0].settings)
+    scores = list(dict.fromkeys(name for point in result.points for name in point.scores))
+    warned = ["warnings"] if any(point.warnings for point in result.points) else []
+    table = new_table(*settings, *scores, *warned, "model", right=[*settings, *scores, *warned])
+    for point in result.points:
+        words = [Point({name: value}).name.partition("=")[2] for name, value in point.settings.items()]
+        counts = [str(point.warnings)] if warned else []
+        mark = ", the best" if point is result.best else ""
+        table.add_row(
+            *words, *(_score(point, name) for name in scores), *counts, f"{'kept' if point.folder else 'removed'}{mark}"
+        )
+    console = new_console()
+    console.print(table)
+    kept = [point for point in result.points if point.folder]
+    if result.best:
+        console.print(f"best: {Point(result.best.settings).name}")
+    models = "1 model" if len(kept) == 1 else f"{len(kept)} models"
+    console.print(f"{len(result.points)} points, {models} and sweep.json in {result.output}")
+
+
+def _score(point: SweepPoint, name: str) -> str:
+    value = point.scores.get(name)
+    return "nan" if value is None else f"{value:.4g}"
+
+
+def sweep_json(result: SweepResult) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "output": str(result.output),
+        "best": _point_json(result.best) if result.best else None,
+        "points": [_point_json(point) for point in result.points],
+    }
+
+
+def _point_json(point: SweepPoint) -> dict[str, Any]:
+    return {
+        "settings": dict(point.settings),
+        "folder": str(point.folder) if point.folder else None,
+        "scores": dict(point.scores),
+        "warnings": point.warnings,
+    }

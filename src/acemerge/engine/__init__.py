@@ -1,1 +1,0 @@
-"""Engines: how a plan's shards are carried out."""

@@ -1,0 +1,1 @@
+"""Carrying out plans: passes before, shards, engines, the whole way to a published folder."""

@@ -1,0 +1,124 @@
+"""The statistics pass: what whole-model methods must know first, gathered one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from acemerge.calibration.run import DataRun
+from acemerge.methods import Options, get_method
+from acemerge.methods.registry import Statistics, TensorStatistics
+from acemerge.numerics.frame import Sides
+from acemerge.numerics.linalg import sum_of_squares
+from acemerge.numerics.pieces import Piece
+from acemerge.output.input_hashes import Hashes
+from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.progress import Progress
+from acemerge.tensors.task_vectors import excuse_nonfinite, load_task_vectors, pieces_context, stored_values, tensor_context
+
+Gathered = Mapping[tuple[str | None, Options | None], Any]
+
+
+def gather_statistics(plan: Plan, device: torch.device, progress: Progress, hashes: Callable[[], Hashes] = dict) -> Gathered:
+    """Run every statistics pass and every measurement on data that the plan's methods ask for, keyed by method and options.
+
+    `hashes` gives the sha256 of the models' files, by which measurements are kept.
+    """
+    return gather_at_points([plan], device, progress, hashes)[0]
+
+
+def gather_at_points(
+    plans: Sequence[Plan], device: torch.device, progress: Progress, hashes: Callable[[], Hashes] = dict
+) -> list[Gathered]:
+    """The same for each of several plans, which differ in their method's options alone; their passes read every tensor once."""
+    passes: dict[tuple[object, ...], _Pass] = {}
+    gathered: list[dict[tuple[str | None, Options | None], Any]] = [{} for _ in plans]
+    for plan, own in zip(plans, gathered, strict=True):
+        names = tuple(expert.name for expert in plan.experts)
+        for (method, options), tensors in _groups(plan).items():
+            measure, factory = get_method(method).measure, get_method(method).statistics
+            if measure and plan.data:
+                run = DataRun(plan, tensors, plan.data, hashes(), device, progress)
+                own[method, options] = measure(run, options)
+                progress.say(f"measured; merging {len(plan.tensors)} tensors")
+            statistics = factory(options, names) if factory else None
+            if statistics is not None:
+                planned = {tensor.name: tensor for tensor in tensors}
+                same = passes.setdefault((method, options, *planned), _Pass(plan, planned, statistics))
+                own[method, options] = same.statistics
+    _run_passes(list(passes.values()), device, progress)
+    return list(gathered)
+
+
+def _groups(plan: Plan) -> dict[tuple[str, Options], list[PlannedTensor]]:
+    groups: dict[tuple[str, Options], list[PlannedTensor]] = {}
+    for planned in plan.tensors:
+        if planned.action == "merged" and planned.method and planned.options:
+            groups.setdefault((planned.method, planned.options), []).append(planned)
+    return groups
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one method, at one point, must see."""
+
+    plan: Plan
+    tensors: Mapping[str, PlannedTensor]
+    statistics: Statistics
+
+
+def _run_passes(passes: Sequence[_Pass], device: torch.device, progress: Progress) -> None:
+    """All of them side by side, until none needs another. A tensor that is not sound is seen by none."""
+    number, unsound = 0, set[str]()
+    while passes:
+        number += 1
+        names = dict.fromkeys(name for each in passes for name in each.tensors if name not in unsound)
+        progress.say(f"statistics pass {number}: {len(names)} tensors")
+        for name in names:
+            if not _show([each for each in passes if name in each.tensors], name, device, first=number == 1):
+                unsound.add(name)
+        passes = [each for each in passes if each.statistics.end_pass()]
+
+
+def _show(passes: Sequence[_Pass], name: str, device: torch.device, *, first: bool) -> bool:
+    """One tensor to all that must see it, read once for each way to see it; whether it is sound, as the first pass finds."""
+    alike: dict[tuple[Sides | None, bool], list[_Pass]] = {}
+    for each in passes:
+        planned = each.tensors[name]
+        alike.setdefault((planned.core, planned.in_pieces and device.type == "cpu"), []).append(each)
+    return all(
+        _show_pieces(group, name, first=first) if in_pieces else _show_whole(group, name, device, first=first)
+        for (_, in_pieces), group in alike.items()
+    )
+
+
+def _show_pieces(passes: Sequence[_Pass], name: str, *, first: bool) -> bool:
+    plan, planned = passes[0].plan, passes[0].tensors[name]
+    stored = stored_values(plan, planned)
+    if first and not stored.has_finite_task_vectors():
+        return excuse_nonfinite(plan, planned)
+    viewers = [(each.statistics, pieces_context(each.plan, each.tensors[name])) for each in passes]
+    for statistics, context in viewers:
+        if first and isinstance(statistics, TensorStatistics):
+            statistics.know_tensor(lambda look: stored.each(lambda piece: look(piece.task_vectors)), context)
+
+    def show(piece: Piece) -> None:
+        for statistics, context in viewers:
+            statistics.observe(piece.task_vectors, context)
+
+    stored.each(show)
+    return True
+
+
+def _show_whole(passes: Sequence[_Pass], name: str, device: torch.device, *, first: bool) -> bool:
+    plan, planned = passes[0].plan, passes[0].tensors[name]
+    task_vectors, frame = load_task_vectors(plan, planned, device)
+    if first and not all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
+        return excuse_nonfinite(plan, planned)
+    for each in passes:
+        each.statistics.observe(task_vectors, tensor_context(each.plan, each.tensors[name], frame))
+    return True

@@ -1,1 +1,0 @@
-"""`acemerge sweep`: a method at every point of a grid of settings, in one pass over the models."""

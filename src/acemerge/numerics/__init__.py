@@ -1,0 +1,1 @@
+"""Matrices: no files, no names of tensors."""

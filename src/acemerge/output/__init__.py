@@ -1,0 +1,1 @@
+"""The folder that is written: absent or whole, with its own account."""

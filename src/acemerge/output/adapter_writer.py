@@ -1,0 +1,204 @@
+"""A merge written as one PEFT adapter: what can be, and how it looks on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from acemerge.adapters.adapter import Adapter
+from acemerge.adapters.change import LoraChange
+from acemerge.adapters.settings import CONFIG
+from acemerge.checkpoints.folder import Checkpoint, open_file
+from acemerge.errors import MergeError
+from acemerge.output.input_hashes import content_sha256
+from acemerge.output.writer import GrowingFile
+from acemerge.planning.plan import ADAPTER_WEIGHTS, Plan, PlannedTensor
+from acemerge.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from acemerge.execute.pipeline import Sources
+    from acemerge.tensors.task_vectors import MergedFactors
+
+PREFIX = "base_model.model."
+ROUNDED_TO_FLOAT32 = 1e-6
+"""A relative error that an adapter in float32 does not exceed unless its rank was cut."""
+# Loading an adapter of these types, peft expects the task's head in it; ours are in heads/.
+_TYPES_WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+
+
+# --- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def plan_as_adapter(
+    tensors: Sequence[PlannedTensor], experts: Sequence[Checkpoint], recipe: Recipe
+) -> tuple[list[PlannedTensor], list[str]]:
+    """The same plan with the form in which each tensor is written, and what an adapter cannot hold."""
+    full = [expert.where for expert in experts if not isinstance(expert, Adapter)]
+    if full:
+        return list(tensors), [f"--as adapter: {full[0]} is a full model, not an adapter; leave out --as adapter, or that expert"]
+    planned = [replace(t, form="absent") if t.method is None else _in_its_form(t, experts, recipe) for t in tensors]
+    saved = {_module(t.name) for t in planned if t.form == "value"}
+    # peft loads a saved module whole, so what is left to the base is written too.
+    planned = [replace(t, form="value") if t.form == "absent" and _module(t.name) in saved else t for t in planned]
+    return planned, [*_nothing_low_rank(planned), *_too_full(planned), *_in_two_forms(planned, saved)]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _in_its_form(tensor: PlannedTensor, experts: Sequence[Checkpoint], recipe: Recipe) -> PlannedTensor:
+    changes = [(experts[s.expert].changes or {}).get(s.name) for s in tensor.experts if s.name]
+    if not all(isinstance(change, LoraChange) for change in changes):
+        return replace(tensor, form="value")
+    rows = tensor.header.shape[0]
+    largest = min(rows, tensor.header.elements // rows, tensor.rank if tensor.core else tensor.header.elements)
+    rank = min(largest, recipe.rank) if recipe.rank else largest if tensor.core else 0
+    return replace(tensor, form="factors", factors_rank=rank, output_dtype=recipe.dtype or "float32")
+
+
+def _nothing_low_rank(planned: Iterable[PlannedTensor]) -> list[str]:
+    if any(tensor.form == "factors" for tensor in planned):
+        return []
+    return ["--as adapter: no expert changes a matrix that merges by low-rank factors; leave out --as adapter"]
+
+
+def _too_full(planned: Iterable[PlannedTensor]) -> list[str]:
+    """Without a low-rank core the merged change has no small rank of its own."""
+    full = [tensor for tensor in planned if tensor.form == "factors" and not tensor.factors_rank]
+    if not full:
+        return []
+    return [
+        f"--as adapter: {len(full)} tensors, such as '{full[0].name}', are merged as whole matrices ({full[0].method}, or DoRA "
+        "adapters), so their change has no small rank; give --rank R to write the nearest of rank R, or leave out --as adapter"
+    ]
+
+
+def _in_two_forms(planned: Sequence[PlannedTensor], saved: set[str]) -> list[str]:
+    low_rank = {_module(tensor.name) for tensor in planned if tensor.form == "factors"}
+    both = sorted(low_rank & saved)
+    if not both:
+        return []
+    return [
+        f"--as adapter: {len(both)} modules, such as '{both[0]}', change by low-rank factors and by a bias or whole weight of "
+        "their own, which one adapter cannot hold; leave out --as adapter, or add a recipe rule {match: '*bias', do: keep}"
+    ]
+
+
+# --- the weights -------------------------------------------------------------------------------------------------------
+
+
+class AdapterWriter:
+    """Writes adapter_model.safetensors, a tensor at a time; only ranks decide the sizes, so the header comes last."""
+
+    def __init__(self, plan: Plan, folder: Path, open_files: ExitStack) -> None:
+        data = open_files.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
+        self._file = GrowingFile(folder / ADAPTER_WEIGHTS, data)
+        self._adapters = [expert for expert in plan.experts if isinstance(expert, Adapter)]
+        self._has_factors = False
+
+    def add_factors(self, planned: PlannedTensor, merged: MergedFactors) -> None:
+        """A merged change, as A and B of its module."""
+        self._has_factors = True
+        change = self._first_change(planned)
+        left, right = merged.factors.left, merged.factors.right
+        A, B = (left.T, right.T) if change.stored_in_out != planned.transposed else (right, left)
+        rank, dtype = A.shape[0], getattr(torch, planned.output_dtype)
+        kind, suffix = ("lora_embedding_", "") if change.is_embedding else ("lora_", ".weight")
+        ones = [1] * (len(change.shape) - 2)  # a convolution's A has its window, its B has none
+        inputs = change.shape[1:] if ones else A.shape[1:]
+        for letter, factor in (("A", A.reshape(rank, *inputs)), ("B", B.reshape(-1, rank, *ones))):
+            name = f"{PREFIX}{change.module}.{kind}{letter}{suffix}"
+            self._file.add(name, factor.to("cpu", dtype).contiguous())
+
+    def _first_change(self, planned: PlannedTensor) -> LoraChange:
+        change = next(a.changes[planned.name] for a in self._adapters if a.changes and planned.name in a.changes)
+        assert isinstance(change, LoraChange)
+        return change
+
+    def add_value(self, planned: PlannedTensor, value: Tensor) -> None:
+        """A tensor of a module that is saved whole."""
+        module, _, parameter = planned.name.rpartition(".")
+        owners = (own for adapter in self._adapters for name, own in adapter.own_names.items() if _module(name) == module)
+        self._file.add(f"{PREFIX}{_module(next(owners))}.{parameter}", value)
+
+    def finish(self) -> str:
+        """Complete the file; its hash."""
+        if not self._has_factors:  # peft loads no adapter without a target
+            raise MergeError("no adapter changes any matrix, so there is nothing to write as an adapter; leave out --as adapter")
+        self._file.finish()
+        return content_sha256(self._file.path)
+
+
+# --- adapter_config.json -----------------------------------------------------------------------------------------------
+
+
+def write_adapter_config(plan: Plan, sources: Sources, folder: Path) -> None:
+    """The settings with which peft loads the weights beside them."""
+    adapters = [expert for expert in plan.experts if isinstance(expert, Adapter)]
+    header = open_file(folder / ADAPTER_WEIGHTS).tensors
+    ranks: dict[str, int] = {}
+    whole: dict[str, None] = {}
+    for key, tensor in header.items():
+        name = key.removeprefix(PREFIX)
+        for part in (".lora_A.weight", ".lora_embedding_A"):
+            if name.endswith(part):
+                ranks[name.removesuffix(part)] = tensor.shape[0]
+        if ".lora_" not in name:
+            whole[_module(name)] = None
+    largest = max(ranks.values(), default=1)
+    smaller = {module: rank for module, rank in sorted(ranks.items()) if rank != largest}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": _task_type(adapters),
+        "base_model_name_or_path": sources.base.hub_id or _public_base(adapters),
+        "inference_mode": True,
+        "r": largest,
+        "lora_alpha": largest,  # the scale alpha / r is 1: it is in the factors
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": _has_conv1d(adapters),
+        "target_modules": sorted(ranks),
+        "rank_pattern": smaller,
+        "alpha_pattern": smaller,
+        "modules_to_save": sorted(whole) or None,
+        "init_lora_weights": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _common(adapters: Sequence[Adapter], field: str) -> Any:
+    values = {adapter.settings.get(field) for adapter in adapters}
+    return values.pop() if len(values) == 1 else None
+
+
+def _public_base(adapters: Sequence[Adapter]) -> str | None:
+    """What the adapters say that they belong to, if they agree and it is no folder of this machine."""
+    name = _common(adapters, "base_model_name_or_path")
+    return name if isinstance(name, str) and not Path(name).is_absolute() and not Path(name).exists() else None
+
+
+def _task_type(adapters: Sequence[Adapter]) -> str | None:
+    task_type = _common(adapters, "task_type")
+    return None if task_type in _TYPES_WITH_HEADS else task_type
+
+
+def _has_conv1d(adapters: Sequence[Adapter]) -> bool:
+    changes = (change for adapter in adapters for change in (adapter.changes or {}).values())
+    return any(isinstance(change, LoraChange) and change.stored_in_out and not change.is_embedding for change in changes)
+
+
+def overall_error(records: Iterable[Mapping[str, Any]]) -> float:
+    """|M - M_R| / |M| over all tensors that were written as factors."""
+    pairs = [(record["norm"], record["relative_error"]) for record in records if "relative_error" in record]
+    energy = math.fsum(norm**2 for norm, _ in pairs)
+    return math.sqrt(math.fsum((norm * error) ** 2 for norm, error in pairs) / energy) if energy else 0.0

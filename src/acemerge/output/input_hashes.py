@@ -1,0 +1,78 @@
+"""sha256 of every input file, computed on the side while the merge runs: {model name: {file name: hash}}."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from acemerge.errors import InputError
+from acemerge.planning.plan import Plan
+from acemerge.recipe.recipe import Recipe
+
+Hashes = Mapping[str, Mapping[str, str]]
+
+
+def content_sha256(path: Path) -> str:
+    """The hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def named_sha256(path: Path) -> str:
+    """The same, free for files of the hub cache, which are named by it."""
+    real = path.resolve()
+    return real.name if len(real.name) == 64 and real.parent.name == "blobs" else content_sha256(path)
+
+
+@dataclass(frozen=True)
+class InputHashes:
+    """The hashes that are there, and those still being computed."""
+
+    futures: Mapping[str, Mapping[str, Future[str]]]
+    verified: bool
+    """Whether every file was read in full before the merge began."""
+
+    def known(self) -> Hashes:
+        """Those that are there by now."""
+        return {
+            model: {file: future.result() for file, future in files.items() if future.done() and not future.exception()}
+            for model, files in self.futures.items()
+        }
+
+    def all(self) -> Hashes:
+        """All of them, when they are there."""
+        return {model: {file: future.result() for file, future in files.items()} for model, files in self.futures.items()}
+
+    def check_expected(self, recipe: Recipe) -> None:
+        """Before any work, the files' hashes must be those the recipe expects, if it expects any."""
+        for model, files in recipe.inputs.items():
+            for file, expected in files.items():
+                future = self.futures.get(model, {}).get(file)
+                actual = future.result() if future else "unknown: no such file"
+                if actual != expected:
+                    raise InputError(
+                        f"{model}/{file}: sha256 is {actual}, the recipe expects {expected}; get the same file, or remove "
+                        "'inputs' from the recipe"
+                    )
+
+
+@contextmanager
+def hashing_inputs(plan: Plan, *, verify: bool) -> Iterator[InputHashes]:
+    """Hash in threads of their own, leaving one to the merge; with `verify`, every file in full and before anything else."""
+    with ThreadPoolExecutor(max(1, torch.get_num_threads() - 1)) as pool:
+        models, compute = (plan.base, *plan.experts), content_sha256 if verify else named_sha256
+        futures = {model.name: {file.name: pool.submit(compute, file) for file in model.files} for model in models}
+        try:
+            hashes = InputHashes(futures, verify)
+            if verify:
+                hashes.all()
+            hashes.check_expected(plan.recipe)
+            yield hashes
+        finally:
+            pool.shutdown(cancel_futures=True)

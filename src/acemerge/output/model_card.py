@@ -1,0 +1,256 @@
+"""What is written beside the weights: copied files, index, model card, resolved recipe, manifest. Nothing local in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from acemerge import __version__
+from acemerge.checkpoints.side_files import copy_side_file
+from acemerge.output.adapter_writer import overall_error, write_adapter_config
+from acemerge.output.staging import Staging
+from acemerge.output.writer import MANIFEST, write_manifest
+from acemerge.planning.plan import Plan
+from acemerge.reports.account import parse_account
+from acemerge.reports.merge_report import merge_page
+from acemerge.reports.page import write_report
+
+if TYPE_CHECKING:
+    from acemerge.checkpoints.source import Source
+    from acemerge.execute.pipeline import Sources
+
+REPORT = "report.html"
+Hashes = Mapping[str, Mapping[str, str]]
+
+
+def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, report: bool = False) -> None:
+    """Everything of the output folder but the weights and the heads."""
+    folder = staging.folder
+    if plan.recipe.save_as == "adapter":
+        write_adapter_config(plan, sources, folder)
+    else:
+        for path in plan.base.side_files():
+            copy_side_file(path, folder, plan.recipe.dtype)
+        _write_index(plan, folder)
+    recipe = resolved_recipe(plan, sources, hashes)
+    (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
+    (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
+    shards = staging.finished
+    written = {shard: record["sha256"] for shard, record in shards.items()}
+    parts = {path: sha for record in shards.values() for path, sha in record["parts"].items()}
+    account = manifest(plan, staging, hashes)
+    if report:
+        write_report(merge_page(parse_account(account, folder / MANIFEST)), folder / REPORT)
+    write_manifest(folder, account, written | parts)
+
+
+_RECIPE_HEADING = f"""\
+# The merge that made this model, with every option resolved (acemerge {__version__}).
+# Repeat it where these models are: acemerge merge acemerge.yaml -o OUT
+"""
+
+
+def _write_index(plan: Plan, folder: Path) -> None:
+    if len(plan.shards) == 1:
+        return
+    weight_map = {tensor.name: shard for shard, tensors in plan.shards.items() for tensor in tensors}
+    total_size = sum(tensor.output_bytes for tensor in plan.tensors)
+    parameters = sum(tensor.header.elements for tensor in plan.tensors)
+    index = {
+        "metadata": {"total_parameters": parameters, "total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
+    """A recipe that `acemerge merge` takes: public names, every option explicit, the inputs' hashes."""
+    fields = plan.recipe.model_dump(exclude={"inputs", "base", "experts", "options"}, exclude_defaults=True)
+    if plan.recipe.data:
+        fields["data"] = Path(plan.recipe.data).name  # a suite's name, or the folder's own: no local path
+    base, *experts = _public_names([sources.base, *sources.experts])
+    resolved = {
+        "base": base,
+        "experts": [{"model": name, "name": expert.name} for name, expert in zip(experts, plan.experts, strict=True)],
+        "method": plan.method.name,
+        "options": asdict(plan.options),
+        "preset": plan.family.name,
+        "orientation": plan.recipe.orientation,
+        **{key: value for key, value in fields.items() if key not in ("method", "preset", "orientation")},
+        "inputs": {model: dict(files) for model, files in hashes.items()},
+    }
+    return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+
+
+def _public_names(sources: Sequence[Source]) -> list[str]:
+    """Names without a local path; models of the same name are told apart by their parent folder's."""
+    names = [source.public_name for source in sources]
+    return [
+        f"{source.path.resolve().parent.name}/{name}" if names.count(name) > 1 and not source.hub_id else name
+        for source, name in zip(sources, names, strict=True)
+    ]
+
+
+def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
+    """The machine-readable account of every tensor."""
+    content = plan.to_json()
+    content["tensors"] = [record for shard in plan.shards for record in staging.finished[shard]["tensors"]]
+    return {
+        "acemerge": __version__,
+        **content,
+        **({"relative_error": overall_error(content["tensors"])} if plan.recipe.save_as == "adapter" else {}),
+        "unused": unused_tensors(plan),
+        "inputs": {model: dict(files) for model, files in hashes.items()},
+        "outputs": {shard: staging.finished[shard]["sha256"] for shard in plan.shards},
+        "parts": {path: sha for shard in plan.shards for path, sha in staging.finished[shard]["parts"].items()},
+    }
+
+
+def unused_tensors(plan: Plan) -> dict[str, list[str]]:
+    """Each expert's tensors that are neither merged, averaged nor its head: the base's are kept or copied, or they are tied."""
+    used = {(source.expert, source.name) for tensor in plan.tensors for source in tensor.experts}
+    used |= {(head.expert, name) for head in plan.heads for name in head.tensors}
+    return {
+        expert.name: [name for name in expert.tensors if (index, name) not in used] for index, expert in enumerate(plan.experts)
+    }
+
+
+def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str:
+    """README.md: front matter for the hub, then what was merged, how, and how to use it."""
+    is_adapter = plan.recipe.save_as == "adapter"
+    models = [sources.base] if is_adapter else [sources.base, *sources.experts]
+    hub_models = [source.hub_id for source in models if source.hub_id]
+    front: dict[str, Any] = {}
+    if hub_models:
+        front |= {"base_model": hub_models, "base_model_relation": "adapter" if is_adapter else "merge"}
+    front |= {"library_name": "peft" if is_adapter else "transformers", "tags": ["merge", "acemerge"]}
+    if licence := _licence(plan):
+        front["license"] = licence
+    files = "\n".join(f"| {model} | `{file}` | `{sha}` |" for model, own in hashes.items() for file, sha in own.items())
+    experts = "\n".join(f"- {source.public_name}" for source in sources.experts)
+    counts = ", ".join(f"{plan.count(action)} {action}" for action in ("merged", "averaged", "kept", "copied"))
+    tied = f", {len(plan.omitted)} tied and stored once" if plan.omitted else ""
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False).strip()}
+---
+
+# {plan.base.name} merged by {plan.method.title}
+
+{_made(plan)} {len(plan.experts)} fine-tuned ones, from {_used(plan)}, with
+acemerge {__version__} and the method `{plan.method.name}` ({plan.method.paper}).
+
+Base: {sources.base.public_name}. Experts:
+
+{experts}
+
+Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
+{_adapter_section(plan)}{_per_task_section(plan)}{_heads_section(plan)}
+## Recipe
+
+```yaml
+{recipe.split("inputs:")[0].strip()}
+```
+
+## Inputs
+
+| model | file | sha256 |
+|---|---|---|
+{files}
+"""
+
+
+def _used(plan: Plan) -> str:
+    return f"their weights and data of their tasks ({plan.data.about}; no labels)" if plan.data else "their weights alone"
+
+
+def _made(plan: Plan) -> str:
+    if plan.recipe.save_as == "adapter":
+        return "One adapter made from"
+    return "One model per task, not one merged model, made from" if plan.per_task_methods else "One model made from"
+
+
+def _adapter_section(plan: Plan) -> str:
+    if plan.recipe.save_as != "adapter":
+        return ""
+    whole = f"of the rank that the merge has, so nothing is lost but by rounding to {plan.recipe.dtype or 'float32'}"
+    rank = f"of rank {plan.recipe.rank} at most" if plan.recipe.rank else whole
+    return f"""
+## An adapter
+
+This is a PEFT LoRA adapter {rank}. It changes the base and needs it:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base_model, "this-folder")
+```
+"""
+
+
+def _per_task_section(plan: Plan) -> str:
+    if not plan.per_task_methods:
+        return ""
+    methods = " and ".join(f"`{name}`" for name in plan.per_task_methods)
+    names = ", ".join(f"`{expert.name}`" for expert in plan.experts)
+    example = plan.experts[0].name
+    return f"""
+## Not one merged model
+
+{methods} makes **one model per task**. The weights at the top of this folder are only what the tasks
+share, and are not any task's model; `tasks/` holds each task's own small parts, and `shared/` what these
+parts refer to. You must know which task an input belongs to. Do not compare the results with those of
+methods that make one merged model.
+
+The tasks: {names}. The model for one of them, as a folder of its own:
+
+```sh
+acemerge task this-folder {example} -o OUT
+```
+
+or in Python: `acemerge.load_expert_head("this-folder", "{example}")`.
+"""
+
+
+def _heads_section(plan: Plan) -> str:
+    if not plan.heads:
+        return ""
+    names = ", ".join(f"`{plan.experts[head.expert].name}`" for head in plan.heads)
+    if plan.per_task_methods:
+        return f"\nEach task's model gets its expert's own head, from `heads/`: {names}.\n"
+    example = plan.experts[plan.heads[0].expert].name
+    if plan.recipe.save_as == "adapter":
+        command = f"acemerge task this-folder {example} -o OUT"
+        return f"\nThe experts' own heads are in `heads/`: {names}. An adapter with one of them: `{command}`.\n"
+    return f"""
+## One task at a time
+
+The experts' own heads are in `heads/`: {names}. A model for one of these tasks:
+
+```python
+import acemerge
+
+model = acemerge.load_expert_head("this-folder", "{example}")
+```
+
+or, as a folder of its own: `acemerge task this-folder {example} -o OUT`.
+"""
+
+
+_FRONT_MATTER = 50_000  # characters of a card in which its front matter must end
+
+
+def _licence(plan: Plan) -> str | None:
+    """The base's licence, if its model card's front matter names one."""
+    card = plan.base.folder / "README.md" if plan.base.folder else None
+    if card is None or not card.is_file():
+        return None
+    with card.open(encoding="utf-8", errors="replace") as file:
+        front = re.match(r"---\n(.*?)\n---", file.read(_FRONT_MATTER), re.DOTALL)
+    found = re.search(r"^license:\s*([\w.-]+)\s*$", front[1], re.MULTILINE) if front else None
+    return found[1] if found else None

@@ -1,0 +1,88 @@
+"""What the plan says is needed, against what the machine has."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from acemerge.output.staging import partial_folder
+from acemerge.planning.plan import Plan
+from acemerge.recipe.sizes import human_bytes
+
+FORCE = "or pass --force to try"
+_DOCUMENTS, _DOCUMENTS_PER_TENSOR = 20_000, 2_000  # bytes of card, recipe, manifest and index
+
+
+def check_resources(output: Path, plan: Plan, *, on_cpu: int = 1, at_once: int = 1) -> list[str]:
+    """A problem report for each of disk and memory that cannot hold this merge.
+
+    So many shards are merged at once, and so many of them in this machine's main memory.
+    """
+    found = [check_space(output, needed_space(plan, at_once)), check_memory(plan.peak_memory * on_cpu)]
+    return [problem for problem in found if problem]
+
+
+def needed_space(plan: Plan, at_once: int = 1) -> int:
+    """Bytes on disk while the output is being written: weights, parts and their temporary copies, copied files, documents."""
+    owners = [plan.base, *(plan.experts[head.expert] for head in plan.heads)]
+    copied = sum(path.stat().st_size for model in owners for path in model.side_files())
+    temporary = plan.temporary_bytes * min(at_once, len(plan.shards))
+    return plan.output_bytes + temporary + copied + _DOCUMENTS + _DOCUMENTS_PER_TENSOR * len(plan.tensors)
+
+
+def check_space(output: Path, needed: int) -> str | None:
+    """A problem report if the disk cannot hold the output; what an interrupted run has already written counts as there."""
+    existing = next(p for p in output.resolve().parents if p.exists())
+    free = shutil.disk_usage(existing).free
+    partial = partial_folder(output)
+    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.is_dir() else 0
+    if needed <= free + written:
+        return None
+    short = f"needs {human_bytes(needed)}, the disk has {human_bytes(free)} free"
+    return f"output {output}: {short}; make room, use another disk, {FORCE}"
+
+
+def check_memory(needed: int) -> str | None:
+    """A problem report if the largest tensor's work cannot fit in memory."""
+    free = available_memory()
+    if free is None or needed <= free:
+        return None
+    return (
+        f"memory: the largest tensor needs about {human_bytes(needed)}, {human_bytes(free)} are free; close other programs, "
+        f"merge fewer experts at a time, choose a method that needs less (`acemerge plan` shows it), {FORCE}"
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still get, by the system's account and its container's; None where neither is known."""
+    known = [memory for memory in (_system_memory(), _container_memory()) if memory is not None]
+    return min(known, default=None)
+
+
+def _system_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _container_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What the control groups this process is in still allow (version 2)."""
+    try:
+        group = next(line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return None
+    place = root / group
+    rooms = [_room(folder) for folder in (place, *place.parents) if folder == root or root in folder.parents]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _room(group: Path) -> int | None:
+    """The limit less what cannot be given back: cached file pages can."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return int(limit) - int(held.get("anon", 0)) if limit.isdigit() else None

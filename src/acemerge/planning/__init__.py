@@ -1,0 +1,1 @@
+"""Every decision about every tensor, made from headers alone."""

@@ -1,0 +1,45 @@
+"""Whether an expert descends from the base at all: what no header shows, and what makes a merge noise if it does not."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from acemerge.planning.plan import Plan, PlannedTensor
+
+RELATED = 0.5
+"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
+_MATRICES, _ENTRIES = 3, 2**16
+
+
+def find_strangers(plan: Plan) -> list[str]:
+    """What to say of the experts that do not look like fine-tunes of this base, by the first entries of a few matrices."""
+    found = []
+    for index, expert in enumerate(plan.experts):
+        pairs = _matrices_of(plan, index)
+        chosen = [pairs[i * (len(pairs) - 1) // (_MATRICES - 1)] for i in range(_MATRICES)] if pairs else []
+        cosines = [_cosine(plan.base.read(planned.name), expert.read(name)) for planned, name in chosen]
+        known = [cosine for cosine in cosines if cosine is not None]
+        if known and max(known) < RELATED:
+            found.append(
+                f"expert '{expert.name}' does not look like a fine-tune of this base: its matrices have a cosine of "
+                f"{max(known):.2f} with the base's, where a fine-tune's is near 1; merging it gives noise (`acemerge diagnose`)"
+            )
+    return found
+
+
+def _matrices_of(plan: Plan, index: int) -> list[tuple[PlannedTensor, str]]:
+    """The matrices that take part and that this expert stores whole, by its own names; an adapter has none."""
+    changes = plan.experts[index].changes
+    if changes is not None:
+        return []
+    matrices = [tensor for tensor in plan.tensors if tensor.method and len(tensor.header.shape) == 2]
+    return [(tensor, source.name) for tensor in matrices for source in tensor.experts if source.expert == index and source.name]
+
+
+def _cosine(base: Tensor, expert: Tensor) -> float | None:
+    one, other = (tensor.reshape(-1)[:_ENTRIES].double() for tensor in (base, expert))
+    lengths = float(one.norm() * other.norm())
+    return float(torch.dot(one, other)) / lengths if math.isfinite(lengths) and lengths else None

@@ -1,0 +1,372 @@
+"""Making the plan, from headers alone: every decision about every tensor, and every problem that headers show, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from acemerge.adapters.adapter import Adapter
+from acemerge.adapters.change import LoraChange
+from acemerge.adapters.settings import EXPAND
+from acemerge.calibration.layer_rules import LayerRules
+from acemerge.calibration.source import Data
+from acemerge.checkpoints.families import (
+    BUFFERS,
+    align_names,
+    choose_family,
+    is_output_layer,
+    is_stored_in_out,
+    is_task_head,
+    matches,
+    may_be_added,
+)
+from acemerge.checkpoints.folder import Checkpoint, TensorHeader
+from acemerge.checkpoints.tied import output_layers_tied_by_expert, tied_names
+from acemerge.errors import InputError, PreflightError
+from acemerge.methods import Method, Options, get_method
+from acemerge.numerics.frame import Sides
+from acemerge.output.adapter_writer import plan_as_adapter
+from acemerge.planning.plan import Action, ExpertTensor, Plan, PlannedHead, PlannedTensor, per_task_methods
+from acemerge.recipe.recipe import Recipe, TensorRule
+
+_ABSENT, _UNCHANGED = "no expert has it", "no adapter changes it"
+
+
+def build_plan(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], config: Mapping[str, Any], data: Data | None = None
+) -> Plan:
+    """Decide everything, or raise PreflightError with every problem found."""
+    return _Planner(recipe, base, tuple(experts), config, data).plan()
+
+
+class _Planner:
+    """Collects decisions and problems side by side, so that the user sees all problems at once."""
+
+    def __init__(
+        self, recipe: Recipe, base: Checkpoint, experts: tuple[Checkpoint, ...], config: Mapping[str, Any], data: Data | None
+    ) -> None:
+        self.recipe, self.base, self.experts, self.config, self.data = recipe, base, experts, config, data
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.strangers: dict[str, list[str]] = {}
+        self.miscounts: dict[str, list[str]] = {}
+        self.family = choose_family(recipe.preset, config, base.tensors)
+        self.method = get_method(recipe.method)
+        self.options = self.method.options(recipe.options).resolve(config)
+        self.omitted = tied_names(base, config)
+        # expert index -> {name in the base: name in the expert}
+        self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
+        self.tied = [output_layers_tied_by_expert(base, e, names) for e, names in zip(experts, self.names, strict=True)]
+        self.used_rules: set[int] = set()
+        self.only_adapters = all(expert.changes is not None for expert in experts)
+        self.layers = LayerRules(data, experts) if data else None
+
+    def plan(self) -> Plan:
+        self._check_models()
+        tensors = tuple(self._decide(name) for name in self.base.tensors if name not in self.omitted)
+        heads = self._plan_heads(tensors)
+        if self.recipe.save_as == "adapter":
+            as_adapter, problems = plan_as_adapter(tensors, self.experts, self.recipe)
+            tensors, self.problems = tuple(as_adapter), [*self.problems, *problems]
+        self._report_strangers()
+        self._report_missing(tensors)
+        self._say_one_model_per_task(tensors)
+        if self.layers:
+            self.problems.extend(self.layers.problems(self.recipe, tensors))
+        self.problems.extend(
+            f"{problem} for {_some(names)}; give those a recipe rule of their own" for problem, names in self.miscounts.items()
+        )
+        for index, rule in enumerate(self.recipe.tensors):
+            if index not in self.used_rules:
+                self.problems.append(f"recipe: the pattern '{rule.match}' matches no tensor of the base; see `acemerge plan`")
+        if self.problems:
+            raise PreflightError(self.problems)
+        return Plan(
+            self.recipe, self.method, self.options, self.base, self.experts, self.family, tensors, heads, self.omitted,
+            tuple(self.notes), self.data,
+        )  # fmt: skip
+
+    # -- whole models
+
+    def _check_models(self) -> None:
+        models = (self.base, *self.experts)
+        for one, other in combinations(models, 2):
+            if one.files and other.files and all(a.samefile(b) for a, b in zip(one.files, other.files, strict=False)):
+                self.problems.append(f"{one.where} and {other.where} are the same files; give each model once")
+        for model in models:
+            if "quantization_config" in model.config:
+                self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
+        self.problems.extend(_miscounts(self.method, self.options, len(self.experts)))
+        for expert in self.experts:
+            if kinds := self._other_kind(expert):
+                self.notes.append(f"expert '{expert.name}' is another kind of model than the base{kinds}")
+
+    # -- one tensor of the base
+
+    def _decide(self, name: str) -> PlannedTensor:
+        header = self.base.tensors[name]
+        dtype = self.recipe.dtype if self.recipe.dtype and header.is_mergeable else header.dtype
+
+        def without_method(action: Action, reason: str) -> PlannedTensor:
+            return PlannedTensor(name, header, action, reason, dtype)
+
+        if header.dtype.startswith("float8"):
+            self.problems.append(f"tensor '{name}' of {self.base.where} is stored as {header.dtype}; give an unquantised model")
+        if not header.is_mergeable:
+            return without_method("copied", f"{header.dtype} values are not weights")
+        if matches(name, (*BUFFERS, *self.family.buffers)):
+            return without_method("copied", "a constant, not a weight")
+        rule = self._rule_for(name)
+        if rule is not None and rule.do == "head":
+            return without_method("kept", f"rule '{rule.match}': a task head; each expert's own is in heads/")
+        if rule is not None and rule.do == "keep":
+            return without_method("kept", f"rule '{rule.match}'")
+        if not _forces(rule) and is_task_head(name):
+            return without_method("kept", "a task head; each expert's own is in heads/")
+        sources = self._sources(name)
+        if not sources:
+            return without_method("kept", _UNCHANGED if self.only_adapters else _ABSENT)
+        action, reason = self._fate(name, header, rule, sources)
+        if action == "kept":
+            self._note_shapes(name, header, sources)
+            return without_method("kept", reason)
+        self._check_shapes(name, header, sources)
+        method, options = self._method_for(rule)
+        if action == "averaged":
+            method, options = get_method("average"), get_method("average").options({"alpha": options.alpha})
+        elif options is not self.options or (self.recipe.missing == "skip" and len(sources) < len(self.experts)):
+            for problem in _miscounts(method, options, len(sources)):
+                self.miscounts.setdefault(problem, []).append(name)
+        is_matrix = len(header.shape) == 2
+        transposed = (
+            self.recipe.orientation == "canonical" and is_matrix and is_stored_in_out(name, self.family, self.base.tensors)
+        )
+        if action == "merged" and self.layers and method.touches in ("linear", "blocks"):
+            transposed = self.layers.stored_in_out(sources)
+        core, rank = self._core(sources, method.core_sides(options))
+        whole = all(their_name not in (expert.changes or {}) for expert, their_name in self._present(sources))
+        pieces = method.is_elementwise(options) and whole
+        return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources, core, rank, pieces)
+
+    def _rule_for(self, name: str) -> TensorRule | None:
+        for index, rule in enumerate(self.recipe.tensors):
+            if matches(name, [rule.match]):
+                self.used_rules.add(index)
+                return rule
+        return None
+
+    def _method_for(self, rule: TensorRule | None) -> tuple[Method, Options]:
+        if rule is None or (rule.method is None and not rule.options):
+            return self.method, self.options
+        try:
+            method = get_method(rule.method or self.recipe.method)
+            inherited = self.recipe.options if method is self.method else {}
+            return method, method.options({**inherited, **rule.options}).resolve(self.config)
+        except InputError as error:
+            raise InputError(f"recipe rule '{rule.match}': {error}") from None
+
+    def _fate(
+        self, name: str, header: TensorHeader, rule: TensorRule | None, sources: tuple[ExpertTensor, ...]
+    ) -> tuple[Action, str]:
+        """Merged, averaged or kept, for a weight that at least one expert has."""
+        method, _ = self._method_for(rule)
+        asked = f"rule '{rule.match}'" if rule else ""
+        if rule is not None and rule.do == "average":
+            return "averaged", asked
+        if method.touches == "all":
+            return "merged", asked
+        if method.touches in ("linear", "blocks"):
+            assert self.layers is not None
+            return self.layers.fate(method, sources)
+        if not _forces(rule) and matches(name, self.family.kept):
+            return "kept", f"preset '{self.family.name}' leaves it at the base"
+        rest: Action = "averaged" if method.rest == "average" else "kept"
+        if len(header.shape) != 2:
+            return rest, f"{len(header.shape)}-D, not a matrix"
+        if min(header.shape) <= 1:
+            return rest, "a matrix with one row or column is a vector"
+        if not _forces(rule) and matches(name, self.family.averaged):
+            return rest, f"preset '{self.family.name}' does not take it for a linear map"
+        return "merged", asked
+
+    def _sources(self, name: str) -> tuple[ExpertTensor, ...]:
+        """The experts that have it, in order; adapters that leave it as it is count, if anybody changes it."""
+        names = [own.get(name) or tied.get(name) for own, tied in zip(self.names, self.tied, strict=True)]
+        found = [ExpertTensor(index, theirs) for index, theirs in enumerate(names)]
+        if all(source.name is None for source in found):
+            return ()
+        return tuple(source for source in found if source.name is not None or self.experts[source.expert].changes is not None)
+
+    def _core(self, sources: Sequence[ExpertTensor], sides: Sides | None) -> tuple[Sides | None, int]:
+        """Whether all experts change it by low-rank factors that the method can merge as such; and the sum of their ranks."""
+        rank = 0
+        for source in sources:
+            if source.name is None:
+                continue
+            change = (self.experts[source.expert].changes or {}).get(source.name)
+            if not isinstance(change, LoraChange) or not change.is_low_rank:
+                return None, 0
+            rank += change.rank
+        return (sides, rank) if sides else (None, 0)
+
+    def _present(self, sources: Sequence[ExpertTensor]) -> list[tuple[Checkpoint, str]]:
+        return [(self.experts[source.expert], source.name) for source in sources if source.name is not None]
+
+    def _note_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
+        """A kept tensor of another shape, such as a larger vocabulary, is no obstacle, but worth knowing; unless kinds differ."""
+        for expert, their_name in self._present(sources):
+            theirs = expert.tensors[their_name].shape
+            if theirs == header.shape:
+                continue
+            if kinds := self._other_kind(expert):
+                self.problems.append(
+                    f"tensor '{name}': shape {list(header.shape)} in base {self.base.where}, {list(theirs)} in expert "
+                    f"{expert.where}{kinds}; give fine-tunes of this base"
+                )
+            else:
+                self.notes.append(
+                    f"'{name}' is {list(theirs)} in expert '{expert.name}', {list(header.shape)} in the base, whose value is kept"
+                )
+
+    def _other_kind(self, expert: Checkpoint) -> str:
+        """How the configs say that it is another kind of model, if they do."""
+        theirs, ours = expert.config.get("model_type"), self.config.get("model_type")
+        return f" (model_type '{theirs}' against '{ours}')" if theirs and ours and theirs != ours else ""
+
+    def _check_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
+        for expert, their_name in self._present(sources):
+            theirs = expert.tensors[their_name]
+            if theirs.shape != header.shape:
+                self.problems.append(
+                    f"tensor '{name}': shape {list(header.shape)} in base {self.base.where}, {list(theirs.shape)} in expert "
+                    f"{expert.where}; give fine-tunes of this base, or a recipe rule {{match: '{name}', do: keep}} (or do: head)"
+                )
+            elif not theirs.is_mergeable:
+                self.problems.append(
+                    f"tensor '{name}': {header.dtype} in base {self.base.where}, {theirs.dtype} in expert {expert.where}; "
+                    "give the expert's unquantised weights"
+                )
+
+    # -- what experts lack or add
+
+    def _report_missing(self, tensors: Sequence[PlannedTensor]) -> None:
+        for index, expert in enumerate(self.experts):
+            lacking = [t.name for t in tensors if t.method and all(source.expert != index for source in t.experts)]
+            if not lacking:
+                continue
+            listing = _some(lacking)
+            if self.recipe.missing == "skip":
+                self.notes.append(f"expert '{expert.name}' lacks {listing}: left out of those tensors' merges")
+            else:
+                self.problems.append(
+                    f"expert {expert.where} lacks {listing}, which other experts have; complete its files, or pass "
+                    "--missing skip to merge those tensors from the experts that have them"
+                )
+        unmatched = [tensor.name for tensor in tensors if tensor.reason == _ABSENT]
+        if unmatched:
+            self.notes.append(f"no expert has {_some(unmatched)}: kept at the base")
+        if not any(tensor.method for tensor in tensors) and not self.problems:
+            self.problems.append(
+                f"base {self.base.where} and the experts have no weights in common to merge; are these fine-tunes of this base?"
+            )
+
+    def _say_one_model_per_task(self, tensors: Sequence[PlannedTensor]) -> None:
+        for name in per_task_methods(tensors):
+            if self.recipe.save_as == "adapter":
+                self.problems.append(f"--as adapter: method '{name}' makes one model per task, which one adapter cannot hold")
+            self.notes.append(
+                f"method '{name}' makes one model per task, not one merged model: the output's own weights are only what the "
+                "tasks share; `acemerge task OUT EXPERT -o DIR` makes an expert's model"
+            )
+
+    def _plan_heads(self, tensors: Sequence[PlannedTensor]) -> tuple[PlannedHead, ...]:
+        planned = {tensor.name: tensor for tensor in tensors}
+        heads = []
+        for index, names in enumerate(self.names):
+            expert = self.experts[index]
+            own = [theirs for ours, theirs in names.items() if self._belongs_to_head(ours, theirs, planned, expert)]
+            if own:
+                found = {theirs: ours for ours, theirs in names.items() if ours in planned and theirs not in own}
+                backbone = expert.backbone(planned) if isinstance(expert, Adapter) else found
+                heads.append(PlannedHead(index, tuple(own), backbone))
+        return tuple(heads)
+
+    def _belongs_to_head(self, ours: str, theirs: str, planned: Mapping[str, PlannedTensor], expert: Checkpoint) -> bool:
+        """Whether an expert's tensor is its own; reports it when it has no place in the output at all."""
+        if ours in planned:
+            return planned[ours].action == "kept" and "a task head" in planned[ours].reason
+        if expert.changes and theirs in expert.changes:
+            self.strangers.setdefault(expert.name, []).append(theirs)  # a change of nothing
+            return False
+        tied_copy = ours in self.omitted and expert.changes is None  # what an adapter saves is its own
+        known_elsewhere = tied_copy or matches(theirs, (*BUFFERS, *self.family.buffers))
+        if known_elsewhere or not expert.tensors[theirs].is_mergeable or self._is_tied_in(expert, theirs):
+            return False
+        rule = self._rule_for(ours) or self._rule_for(theirs)
+        if may_be_added(theirs) or (rule is not None and rule.do == "head"):
+            return True
+        self.strangers.setdefault(expert.name, []).append(theirs)
+        return False
+
+    def _report_strangers(self) -> None:
+        """Tensors of an expert that have no place in the output."""
+        for expert in self.experts:
+            names = self.strangers.get(expert.name, [])
+            if not names:
+                continue
+            listing = ", ".join(f"'{name}' {list(expert.tensors[name].shape)}{_letters(name)}" for name in names[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            kinds = self._other_kind(expert)
+            noun, verb = ("tensor", "is") if len(names) == 1 else ("tensors", "are")
+            self.problems.append(
+                f"{noun} {listing}{more} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "
+                f"the base it was fine-tuned from{_alternative(names[0], expert)}"
+            )
+
+    def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:
+        return name in tied_names(expert, expert.config)
+
+
+def _forces(rule: TensorRule | None) -> bool:
+    """Whether a rule says that a tensor is to be merged; one that only sets options leaves that to the preset."""
+    return rule is not None and ("do" in rule.model_fields_set or rule.method is not None)
+
+
+def _invert(aligned: Mapping[str, str], expert: str) -> dict[str, str]:
+    inverted: dict[str, str] = {}
+    for theirs, ours in aligned.items():
+        if ours in inverted:
+            raise PreflightError([f"expert '{expert}': tensors '{inverted[ours]}' and '{theirs}' both stand for '{ours}'"])
+        inverted[ours] = theirs
+    return inverted
+
+
+def _miscounts(method: Method, options: Options, experts: int) -> list[str]:
+    """What does not suit this number of experts."""
+    found = []
+    if method.experts is not None and method.experts != experts:
+        found.append(f"method '{method.name}' takes exactly {method.experts} experts, {experts} were given")
+    try:
+        options.check(experts)
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+def _alternative(stranger: str, expert: Checkpoint) -> str:
+    """What else can be done about a tensor that the base lacks."""
+    if stranger not in (expert.changes or {}):
+        return f", or a recipe rule {{match: '{stranger}', do: head}} to keep it as its own"
+    # A change of nothing cannot be kept. An output layer that is tied to the embeddings is stored as these only.
+    return f". If it is tied to the embeddings: {EXPAND}" if is_output_layer(stranger) else ""
+
+
+def _letters(name: str) -> str:
+    """A warning for names that may look like another's and are not."""
+    return "" if name.isascii() else f" (not plain ASCII: {name!a})"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return f"{shown} and {len(names) - 3} more tensors" if len(names) > 3 else shown

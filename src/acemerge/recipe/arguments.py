@@ -1,0 +1,87 @@
+"""The arguments of a command line as a recipe; options are written KEY=VALUE."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from acemerge.errors import InputError
+from acemerge.recipe.recipe import Recipe, make_recipe, read_recipe
+
+
+def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -> tuple[Recipe, Path]:
+    """The recipe that the arguments describe, and the folder its paths are relative to. Flags override a file's fields."""
+    options = parse_settings(settings)
+    if len(models) == 1 and models[0].endswith((".yaml", ".yml")):
+        path = Path(models[0])
+        fields, origin = read_recipe(path), models[0]
+        if not isinstance(fields.get("options") or {}, dict):
+            raise InputError(f"{origin}: options: write them as a mapping of names to values")
+        relative_to = path.parent
+        # The file's options belong to its method.
+        same_method = flags.get("method") in (None, fields.get("method", "ace"))
+        options = {**(fields.get("options") or {}), **options} if same_method else options
+    elif len(models) == 1:
+        raise InputError(f"{models[0]}: give a base and at least one expert, or one recipe file that ends in .yaml")
+    else:
+        fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, "command line", Path()
+    refuse_flags(options)
+    return make_recipe({**fields, **flags, "options": options}, origin), relative_to
+
+
+def refuse_flags(options: Iterable[str]) -> None:
+    """What is not an option of a method but a flag of its own."""
+    for name in options:
+        if name in ("orientation", "preset", "dtype", "missing", "data"):
+            raise InputError(f"-s {name}: not an option of a method; use --{name}")
+
+
+def parse_settings(settings: Sequence[str], flag: str = "-s") -> dict[str, Any]:
+    """Names and values.
+
+    >>> parse_settings(["epsilon=1e-3", "refine=false"])
+    {'epsilon': 0.001, 'refine': False}
+    """
+    options = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise InputError(f"{flag} {setting}: write it as KEY=VALUE, such as epsilon=1e-5")
+        options[name.strip()] = parse_value(value.strip())
+    return options
+
+
+def parse_lists(settings: Sequence[str]) -> dict[str, list[Any]]:
+    """Names and the values of each; a value that has commas itself is in brackets.
+
+    >>> parse_lists(["epsilon=1e-3,1e-2", "weights=[0.7,0.3],[0.5,0.5]"])
+    {'epsilon': [0.001, 0.01], 'weights': ['[0.7,0.3]', '[0.5,0.5]']}
+    """
+    lists: dict[str, list[Any]] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        name = name.strip()
+        values = [value.strip() for value in re.split(r",(?![^\[]*\])", text)]
+        if not equals or not name:
+            raise InputError(f"--set {setting}: write it as KEY=VALUE,VALUE,..., such as epsilon=1e-5,1e-4")
+        if "" in values:
+            raise InputError(f"--set {setting}: a value is empty; write it as KEY=VALUE,VALUE,..., such as epsilon=1e-5,1e-4")
+        if name in lists:
+            raise InputError(f"--set {name}: is given twice; write all its values in one, {name}=VALUE,VALUE,...")
+        lists[name] = [parse_value(value) for value in values]
+    refuse_flags(lists)
+    return lists
+
+
+def parse_value(text: str) -> bool | int | float | str:
+    """true, false, a decimal number, or text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

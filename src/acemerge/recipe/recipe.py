@@ -1,0 +1,166 @@
+"""The recipe: everything a user can ask for, validated in one place."""
+
+from __future__ import annotations
+
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+try:
+    from yaml import CSafeLoader as FastLoader
+except ImportError:  # PyYAML without its part in C
+    from yaml import SafeLoader as FastLoader  # type: ignore[assignment]
+
+from acemerge.checkpoints.untrusted import read_bounded
+from acemerge.errors import InputError, did_you_mean
+from acemerge.recipe.sizes import parse_size
+
+Orientation = Literal["canonical", "stored"]
+_SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def _dtype_name(given: object) -> object:
+    """Torch's own dtypes and the usual short names are understood too."""
+    name = str(given).removeprefix("torch.")
+    return _SHORT_DTYPES.get(name, name)
+
+
+Dtype = Annotated[Literal["float64", "float32", "float16", "bfloat16"], BeforeValidator(_dtype_name)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Expert(_Strict):
+    """One fine-tuned model; `name` is what tables and head folders call it (by default its folder's name)."""
+
+    model: str
+    name: str | None = Field(default=None, pattern=r"^\w[\w.+-]*$")
+
+
+class TensorRule(_Strict):
+    """What to do with the tensors of the base whose name matches a shell-style pattern. The first rule that matches wins."""
+
+    match: str
+    do: Literal["merge", "average", "keep", "head"] = "merge"
+    method: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _method_needs_merge(self) -> Self:
+        if self.do != "merge" and (self.method or self.options):
+            raise ValueError(f"do: {self.do} takes no method or options; only do: merge does")
+        return self
+
+
+class Recipe(_Strict):
+    """A merge, as a file or as the command line gives it."""
+
+    base: str
+    experts: Annotated[list[Expert], BeforeValidator(lambda v: [_as_expert(e) for e in v] if isinstance(v, list) else v)]
+    method: str = "ace"
+    options: dict[str, Any] = Field(default_factory=dict)
+    data: str | None = None
+    """For methods that use data: one of the bench's suites, or a folder with a file per expert."""
+    tensors: list[TensorRule] = Field(default_factory=list)
+    preset: str = "auto"
+    orientation: Orientation = "canonical"
+    missing: Literal["error", "skip"] = "error"
+    dtype: Dtype | None = None
+    allow_nonfinite: bool = False
+    """Whether NaN and infinite values of the inputs go into the output, with a warning, instead of stopping the merge."""
+    save_as: Literal["model", "adapter"] = "model"
+    rank: Annotated[int, Field(ge=1)] | None = None
+    """Of an adapter: the largest rank to write; by default the merge's own, which leaves nothing out."""
+    shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
+    inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""
+
+    @model_validator(mode="after")
+    def _experts_make_sense(self) -> Self:
+        if not self.experts:
+            raise ValueError("give at least one expert")
+        if self.rank is not None and self.save_as != "adapter":
+            raise ValueError("rank: only an adapter has one; say also save_as: adapter (--as adapter)")
+        names = [expert.name for expert in self.experts if expert.name]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two experts have the same name: {', '.join(names)}")
+        return self
+
+
+def _as_expert(value: Any) -> Any:
+    return {"model": value} if isinstance(value, str) else value
+
+
+def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
+    """A validated recipe, or one error that repeats the user's own words."""
+    for name in fields:
+        if name not in Recipe.model_fields:
+            raise InputError(f"{origin}: there is no field '{name}': {did_you_mean(str(name), Recipe.model_fields)}")
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise InputError("\n".join(f"{origin}: {_explain(dict(e))}" for e in error.errors())) from None
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One of pydantic's findings, in words."""
+    where, reason = ".".join(map(str, error["loc"])), str(error["msg"]).removeprefix("Value error, ")
+    if not where:
+        return reason
+    if error["type"] == "extra_forbidden":
+        *path, field = error["loc"]
+        known = TensorRule.model_fields if "tensors" in path else Expert.model_fields
+        return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
+    return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"
+
+
+_NO_NAME = "<byte string>"  # what YAML calls a file that it is given the content of
+_LARGEST_RECIPE = 200_000  # bytes: a thousand rules
+_DEEPEST_RECIPE = 20
+
+
+_QUOTE = "A pattern that begins with * needs quotes: match: '*embeddings*'"
+
+
+class _RecipeLoader(FastLoader):
+    """Plain values only: tags that would make objects are refused, and so is a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader, but each key once."""
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.YAMLError(f"'{key.value}' is given twice, the second time in line {key.start_mark.line + 1}")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_recipe(text: bytes) -> Any:
+    """YAML without what a recipe has no use for: aliases, which make a few lines endless, and endless nesting."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_RecipeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"aliases (*name) are not allowed in a recipe; write the value out. {_QUOTE}")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_RECIPE:
+            raise yaml.YAMLError("nested too deeply for a recipe")
+    return yaml.load(text, _RecipeLoader)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The fields of a recipe file, not yet validated, so that the command line can override them."""
+    try:
+        fields = _parse_recipe(read_bounded(path, _LARGEST_RECIPE))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such recipe file") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        hint = f"\n{_QUOTE}" if "scanning an alias" in str(error) else ""
+        raise InputError(f"{path}: cannot be read as YAML: {str(error).replace(_NO_NAME, path.name)}{hint}") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{path}: a recipe is a mapping with 'base' and 'experts'; found {type(fields).__name__}")
+    return fields

@@ -1,0 +1,1 @@
+"""Self-contained pages, and the parts they are made of."""

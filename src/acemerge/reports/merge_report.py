@@ -1,0 +1,228 @@
+"""The report of a merge, from the manifest beside its output: what happened to every tensor."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import yaml
+
+from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32
+from acemerge.planning.layer_names import depths, kinds_in_order, layers_of
+from acemerge.reports.account import MergeAccount, TensorAccount
+from acemerge.reports.figure import Figure
+from acemerge.reports.layer_figures import (
+    Point,
+    depth_figure,
+    expert_by_layer_figure,
+    heterogeneity_figure,
+    regulariser_figure,
+)
+from acemerge.reports.page import Column, Finding, Page, Table, gravest_first, verdict_of
+from acemerge.tensors.task_vectors import LARGE_MERGE
+
+_ACTIONS = ("merged", "averaged", "kept", "copied")
+LOST = 0.05
+"""Relative error of a truncated adapter that deserves a look."""
+
+
+def merge_page(account: MergeAccount) -> Page:
+    """What to show of it."""
+    found = findings(account)
+    level = verdict_of(found)
+    counts = Counter(tensor.action for tensor in account.tensors)
+    fates = ", ".join(f"{counts[action]} {action}" for action in _ACTIONS)
+    warnings = sum(len(tensor.warnings) for tensor in account.tensors)
+    return Page(
+        kind="acemerge: report of a merge",
+        title=f"{account.base} merged by {account.method}",
+        lead=f"Experts: {', '.join(account.experts)}.",
+        level=level,
+        verdict=f"Every tensor is accounted for: {fates}. " + (f"{warnings} warnings." if warnings else "No warnings."),
+        findings=found,
+        facts=_facts(account),
+        figures=figures(account),
+        table=tensor_table(account),
+        details=_details(account),
+    )
+
+
+def _facts(account: MergeAccount) -> dict[str, str]:
+    options = ", ".join(f"{name}={value}" for name, value in account.options.items())
+    facts = {"method": f"{account.method} ({options})", "preset": account.family, "orientation": account.orientation}
+    if account.saved_as == "adapter":
+        facts["written as"] = "one LoRA adapter"
+    if account.heads:
+        facts["heads kept apart"] = ", ".join(account.heads)
+    if account.omitted:
+        facts["tied, stored once"] = str(len(account.omitted))
+    return facts
+
+
+def findings(account: MergeAccount) -> list[Finding]:
+    """What is worth knowing, the gravest first."""
+    found = [*_warned(account), *_truncation(account), *_branches(account), *_lengths(account), *_inactive(account)]
+    found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in account.notes]
+    return gravest_first(found)
+
+
+def _warned(account: MergeAccount) -> Iterator[Finding]:
+    """One for each cause, with the first tensor that has it: warnings that differ in numbers and names only are one."""
+    causes: dict[str, list[str]] = {}
+    for tensor in account.tensors:
+        for warning in tensor.warnings:
+            causes.setdefault(re.sub(r"'[^']*'|[\d.]+", "", warning), []).append(warning)
+    for first, *others in causes.values():
+        more = f" {len(others)} more tensors like this one: see Details." if others else ""
+        yield Finding("caution", f"{first[:1].upper()}{first[1:]}.{more}")
+
+
+def _branches(account: MergeAccount) -> Iterator[Finding]:
+    branches = [tensor.branch for tensor in account.merged if tensor.branch]
+    count = branches.count("heterogeneous")
+    if count:
+        text = (
+            f"{count} of {len(branches)} matrices were heterogeneous: there ACE weighed experts equally and refined the spectrum."
+        )
+        yield Finding("good", text)
+    elif branches:
+        yield Finding("good", f"None of the {len(branches)} matrices was heterogeneous: ACE kept the experts' own strength.")
+
+
+def _lengths(account: MergeAccount) -> Iterator[Finding]:
+    ratios = [tensor.norm_ratio for tensor in account.merged if tensor.norm_ratio is not None]
+    if ratios and max(ratios) <= LARGE_MERGE:
+        yield Finding(
+            "good",
+            f"The merged change is {min(ratios):.2f} to {max(ratios):.2f} times the longest task vector (median "
+            f"{statistics.median(ratios):.2f}): nothing out of proportion.",
+        )
+
+
+def _truncation(account: MergeAccount) -> Iterator[Finding]:
+    """What cutting an adapter's rank, or writing it in half precision, lost."""
+    errors = [(tensor.relative_error or 0.0, tensor) for tensor in account.tensors]
+    cut = [(error, tensor) for error, tensor in errors if error > ROUNDED_TO_FLOAT32]
+    if not cut:
+        return
+    worst, tensor = max(cut, key=lambda entry: entry[0])
+    overall = f"{account.relative_error:.1%} over all tensors, " if account.relative_error is not None else ""
+    text = f"The adapter lacks {overall}{worst:.1%} of '{tensor.name}' at most, which has rank {tensor.rank} (relative error)."
+    grave = max(worst, account.relative_error or 0) > LOST
+    yield Finding("caution" if grave else "good", text, "Give a larger rank, or none, and no half precision." if grave else "")
+
+
+def _inactive(account: MergeAccount) -> Iterator[Finding]:
+    untouched = [tensor for tensor in account.merged if tensor.active_experts == 0]
+    if untouched:
+        yield Finding("good", f"{len(untouched)} tensors were changed by no expert and are the base's, bit for bit.")
+    for expert in account.experts:
+        norms = [norm for tensor in account.merged for name, norm in _task_norms(tensor) if name == expert]
+        if norms and not any(norms):
+            yield Finding("caution", f"Expert '{expert}' changed nothing that was merged.", "Leave it out.")
+
+
+def _task_norms(tensor: TensorAccount) -> Iterable[tuple[str, float]]:
+    return zip(tensor.experts, tensor.task_norms, strict=bool(tensor.task_norms))
+
+
+def figures(account: MergeAccount) -> list[Figure]:
+    """Those for which the manifest has numbers."""
+    place = depths(tensor.name for tensor in account.tensors)
+
+    def points(field: str) -> Iterator[Point]:
+        return ((tensor.kind, place[tensor.name], getattr(tensor, field)) for tensor in account.merged)
+
+    found = []
+    if "tau" in account.options:
+        found += heterogeneity_figure(points("gamma"), float(account.options["tau"]))
+    found += depth_figure(
+        "lengths", "How long the merged change is",
+        "The length of the merged change over that of the longest task vector, by layer and kind of matrix. Far above "
+        f"{LARGE_MERGE:g}, a smaller alpha deserves a test.",
+        points("norm_ratio"), "|M| / max |D|", {f"{LARGE_MERGE:g} times": LARGE_MERGE},
+    )  # fmt: skip
+    if "epsilon" in account.options:
+        found += regulariser_figure(points("ridge_share"), account.options["epsilon"])
+    return [*found, *_energy_figure(account, place)]
+
+
+def _energy_figure(account: MergeAccount, place: Mapping[str, int | None]) -> list[Figure]:
+    places = layers_of(place[tensor.name] for tensor in account.tensors if tensor.task_norms)
+    lengths = [[_length(account, expert, layer, place) for layer in places] for expert in account.experts]
+    whole = [math.sqrt(sum((value or 0) ** 2 for value in row)) for row in lengths]
+    told = "; ".join(f"{expert} {length:.3g}" for expert, length in zip(account.experts, whole, strict=True))
+    return expert_by_layer_figure(
+        "changes", "How far each expert moved in each layer",
+        "The length of each expert's change over the merged and averaged tensors of a layer. Empty: not changed.",
+        f"A table of experts by layers. Over all layers: {told}.", account.experts, places, lengths,
+    )  # fmt: skip
+
+
+def _length(account: MergeAccount, expert: str, layer: int | None, place: Mapping[str, int | None]) -> float | None:
+    own = [tensor for tensor in account.tensors if place[tensor.name] == layer]
+    squares = [norm**2 for tensor in own for name, norm in _task_norms(tensor) if name == expert]
+    return math.sqrt(math.fsum(squares)) or None
+
+
+def tensor_table(account: MergeAccount) -> Table:
+    """A row for each tensor."""
+    place = depths(tensor.name for tensor in account.tensors)
+    columns = [
+        Column("name", "tensor", "name in the base"),
+        Column("kind", "kind", "kind of layer", choices=kinds_in_order(tensor.kind for tensor in account.tensors)),
+        Column("depth", "layer", "counted from 0", ".0f"),
+        Column("shape", "shape", "as stored"),
+        Column("fate", "fate", "what was done", choices=sorted({tensor.action for tensor in account.tensors})),
+        Column("why", "by, or why", "the method, or the reason for not merging it"),
+        Column("gamma", "gamma", "heterogeneity of the experts' energies", ".3f"),
+        Column("branch", "branch", "of ACE", choices=("heterogeneous", "homogeneous")),
+        Column("ridge", "ridge share", "the regulariser's part of the trace of ACE's system", ".3f"),
+        Column("norm", "|M|", "length of the merged change", ".3g"),
+        Column("ratio", "|M|/max|D|", "over that of the longest task vector", ".2f"),
+        Column("rank", "rank", "of the factors written", ".0f"),
+        Column("error", "error", "relative error of cutting the rank", ".1e"),
+        *(Column(f"norm {e}", f"|D| {e}", f"length of {e}'s change", ".3g") for e in account.experts),
+        Column("warnings", "warnings", "how many", ".0f"),
+    ]  # fmt: skip
+    records = [_record(tensor, place[tensor.name]) for tensor in account.tensors]
+    filled = [column for column in columns if any(record.get(column.key) not in (None, "") for record in records)]
+    return Table("Choose a heading to sort by it; hold the pointer over it for its meaning.", filled, records)
+
+
+def _record(tensor: TensorAccount, depth: int | None) -> dict[str, str | float | None]:
+    route = f", {tensor.route}" if tensor.route else ""
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "depth": depth,
+        "shape": "x".join(map(str, tensor.shape)) or "scalar",
+        "fate": tensor.action,
+        "why": tensor.reason or f"{tensor.method}{route}",
+        "gamma": tensor.gamma,
+        "branch": tensor.branch,
+        "ridge": tensor.ridge_share,
+        "norm": tensor.norm,
+        "ratio": tensor.norm_ratio,
+        "rank": tensor.rank,
+        "error": tensor.relative_error,
+        **{f"norm {expert}": norm for expert, norm in _task_norms(tensor)},
+        "warnings": len(tensor.warnings) or None,
+    }
+
+
+def _details(account: MergeAccount) -> dict[str, str]:
+    details = {
+        "Options": yaml.safe_dump({"method": account.method, "options": account.options}, sort_keys=False),
+        "Warnings": "\n".join(warning for tensor in account.tensors for warning in tensor.warnings),
+        "Tensors of experts that went nowhere": _listing(account.unused),
+        "Heads": _listing(account.heads),
+    }
+    return {title: text for title, text in details.items() if text}
+
+
+def _listing(named: Mapping[str, Sequence[str]]) -> str:
+    return "\n".join(f"{expert}: {', '.join(names)}" for expert, names in named.items() if names)

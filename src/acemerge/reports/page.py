@@ -1,0 +1,146 @@
+"""The page: what every report has, whatever it is about, and how it becomes one HTML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from acemerge import __version__
+from acemerge.errors import InputError
+from acemerge.reports.figure import Figure
+
+Level = Literal["stop", "caution", "good"]
+_MARKS: Mapping[Level, str] = {"good": "✓", "caution": "!", "stop": "✗"}
+_WORDS: Mapping[Level, str] = {"good": "Good", "caution": "Caution", "stop": "Stop"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing worth knowing, and what to do about it."""
+
+    level: Level
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of the table of tensors."""
+
+    key: str
+    title: str
+    meaning: str
+    form: str = ""
+    """How numbers are written, such as '.3g'; empty for text."""
+    choices: Sequence[str] = ()
+    """Values to filter by."""
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it holds numbers."""
+        return bool(self.form)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """As it is shown, and the number to sort by."""
+
+    text: str
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows are mappings of columns' keys to values; a value may be missing."""
+
+    caption: str
+    columns: Sequence[Column]
+    records: Sequence[Mapping[str, str | float | None]]
+
+    @property
+    def rows(self) -> list[list[tuple[Column, Cell]]]:
+        """As they are shown."""
+        return [[(column, _cell(column, record.get(column.key))) for column in self.columns] for record in self.records]
+
+
+def _cell(column: Column, value: str | float | None) -> Cell:
+    if value is None:
+        return Cell("")
+    return Cell(format(value, column.form), repr(float(value))) if column.numeric else Cell(str(value))
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of one report."""
+
+    kind: str
+    title: str
+    lead: str
+    level: Level
+    verdict: str
+    findings: Sequence[Finding]
+    facts: Mapping[str, str]
+    figures: Sequence[Figure]
+    table: Table
+    details: Mapping[str, str] = field(default_factory=dict)
+
+    def to_html(self) -> str:
+        """One file that loads nothing."""
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+
+        environment = Environment(
+            loader=PackageLoader("acemerge", "reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        )
+        return environment.get_template("page.html").render(page=self, version=__version__, marks=_MARKS, words=_WORDS)
+
+
+def gravest_first(findings: Sequence[Finding]) -> list[Finding]:
+    """In the order in which they are shown."""
+    return sorted(findings, key=lambda finding: ("stop", "caution", "good").index(finding.level))
+
+
+def verdict_of(findings: Sequence[Finding]) -> Level:
+    """The gravest of them."""
+    levels = [finding.level for finding in findings]
+    return "stop" if "stop" in levels else "caution" if "caution" in levels else "good"
+
+
+def check_report(path: Path | None, figures: Path | None = None) -> None:
+    """Refuse early what no report could be written to, before anything is measured for it."""
+    if path is not None and path.is_dir():
+        raise InputError(f"-o {path}: is a folder; give the name of a file, such as {path / 'report.html'}")
+    for option, folder in (("-o", path.parent if path else None), ("--figures", figures)):
+        there = next((place for place in (folder, *folder.parents) if place.exists()), None) if folder else None
+        if there is not None and not there.is_dir():
+            raise InputError(f"{option} {folder}: {there} is a file, not a folder")
+        if there is not None and not os.access(there, os.W_OK):
+            raise InputError(f"{option} {folder}: you may not write to {there}")
+
+
+def write_report(page: Page, path: Path) -> Path:
+    """The file appears when it is whole."""
+    check_report(path)
+    html = page.to_html()
+    staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(html, encoding="utf-8")
+        staged.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            staged.unlink()
+        raise InputError(f"-o {path}: cannot be written: {error.strerror}") from None
+    return path
+
+
+def save_figures(page: Page, folder: Path) -> list[Path]:
+    """Every figure as a file of its own, .svg and .png."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [path for figure in page.figures for path in figure.save(folder)]
+    except OSError as error:
+        raise InputError(f"--figures {folder}: cannot be written: {error.strerror}") from None

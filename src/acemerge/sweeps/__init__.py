@@ -1,0 +1,1 @@
+"""Many settings of one merge, compared."""

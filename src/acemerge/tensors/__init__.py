@@ -1,0 +1,1 @@
+"""One tensor, from memory-mapped files to its merged value."""

@@ -1,0 +1,289 @@
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from command import Command
+from small_models import Models, base_tensors, fine_tuned, write_model, write_models
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return write_models(tmp_path)
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['acemerge', '--help']\n"
+        "from acemerge.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "acemerge merge BASE EXPERT" in result.stdout
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_merge_then_the_same_bytes_from_its_own_recipe(run: Command, models: Models, tmp_path: Path) -> None:
+    code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "-s", "epsilon=1e-3")
+    assert code == 0, err
+    assert "2 merged, 3 averaged, 0 kept, 1 copied" in out
+    assert "6/6 tensors" in err
+    recipe = yaml.safe_load((tmp_path / "out/acemerge.yaml").read_text())
+    assert recipe["options"]["epsilon"] == 1e-3
+    assert str(tmp_path) not in (tmp_path / "out/acemerge.yaml").read_text()
+    again = tmp_path / "acemerge.yaml"  # beside the models, whose names it uses
+    again.write_text((tmp_path / "out/acemerge.yaml").read_text())
+    assert run("merge", again, "-o", tmp_path / "again")[0] == 0
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+def test_recipe_rules_and_flags_over_a_file(run: Command, models: Models, tmp_path: Path) -> None:
+    recipe = {
+        "base": "base",
+        "experts": ["expert-0", {"model": "expert-1", "name": "second"}],
+        "options": {"epsilon": 0.5},
+        "tensors": [{"match": "layers.1.*", "do": "keep"}, {"match": "embed.*", "method": "average", "options": {"alpha": 2}}],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    code, out, err = run("plan", tmp_path / "recipe.yaml", "-s", "tau=0.1", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    fates = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    assert plan["options"]["epsilon"] == 0.5
+    assert plan["options"]["tau"] == 0.1
+    assert fates["layers.1.weight"]["action"] == "kept"
+    assert fates["embed.weight"]["method"] == "average"
+    assert fates["embed.weight"]["options"] == {"alpha": 2.0}
+    assert fates["layers.0.weight"]["experts"] == {"expert-0": "layers.0.weight", "second": "layers.0.weight"}
+
+
+def test_plan_reads_no_tensor_data(run: Command, models: Models) -> None:
+    weights = models.experts[0] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-400:] = b"\xff" * 400  # NaNs: a plan that looked would notice
+    weights.write_bytes(content)
+    code, out, _ = run("plan", *models.arguments)
+    assert code == 0
+    assert "reads" in out
+    assert "peak memory" in out
+    assert "GFLOP" in out
+
+
+def test_merge_json(run: Command, models: Models, tmp_path: Path) -> None:
+    code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "--json")
+    assert code == 0
+    assert err == ""
+    result = json.loads(out)
+    merged = [tensor for tensor in result["tensors"] if tensor["action"] == "merged"]
+    assert {tensor["branch"] for tensor in merged} == {"homogeneous"}
+    assert all(tensor["norm_ratio"] > 0 for tensor in merged)
+    assert result["totals"]["merged"] == 2
+
+
+def test_verbose_and_quiet(run: Command, models: Models, tmp_path: Path) -> None:
+    _, out, _ = run("merge", *models.arguments, "-o", tmp_path / "a", "-v")
+    assert "gamma" in out
+    code, out, err = run("merge", *models.arguments, "-o", tmp_path / "b", "-q", "--threads", "1")
+    assert (code, out, err) == (0, "", "")
+
+
+def test_warnings_are_shown_but_do_not_flood(run: Command, tmp_path: Path) -> None:
+    base = {f"layers.{i}.weight": torch.zeros(8, 8) for i in range(6)}
+    write_model(tmp_path / "base", base)
+    experts = [write_model(tmp_path / f"e{i}", fine_tuned(base, i, strength=1e-4 * 3.0**i)) for i in range(4)]
+    code, out, _ = run("merge", tmp_path / "base", *experts, "-o", tmp_path / "out", "-s", "epsilon=1", "-s", "tau=0")
+    assert code == 0
+    assert out.count("x the largest task vector") == 3
+    assert "and 3 more warnings, in acemerge_manifest.json" in out
+
+
+def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
+    run("merge", *models.arguments, "-o", tmp_path / "one")
+    code, _, _ = run("merge", *models.arguments, "-o", tmp_path / "many", "--shard-size", "1kB")
+    assert code == 0
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    one = load_file(tmp_path / "one/model.safetensors")
+    many = {k: v for shard in set(index["weight_map"].values()) for k, v in load_file(tmp_path / "many" / shard).items()}
+    assert one.keys() == many.keys() == index["weight_map"].keys()
+    assert all(one[name].equal(many[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(w.numel() * w.element_size() for w in one.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-m", "acee"], "there is no method 'acee': did you mean 'ace'?"),
+        (["-s", "epsilonn=1"], "method 'ace' has no option 'epsilonn': did you mean 'epsilon'?"),
+        (["-s", "epsilon=-1"], "epsilon=-1 is not allowed: it must be a number > 0 or 'paper'"),
+        (["-s", "k_frac=2"], "k_frac=2 is not allowed: it must be a number >= 0 and <= 1"),
+        (["-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),
+        (["-s", "epsilon"], "write it as KEY=VALUE"),
+        (["-s", "epsilon=true"], "epsilon=True is not allowed"),
+        (["-s", "alpha=1:30"], "alpha='1:30' is not allowed: it must be a number"),
+        (["-s", "epsilon=[1"], "epsilon='[1' is not allowed"),
+        (["-m", "linear", "-s", "weights=0.7"], "are 1 numbers for 3 experts"),
+        (["--device", "meta"], "--device meta: not available here"),
+        (["-s", "orientation=stored"], "use --orientation"),
+        (["--orientation", "sideways"], "orientation"),
+        (["--dtype", "int4"], "dtype"),
+        (["--shard-size", "huge"], "write a size as 5GB"),
+        (["--preset", "berd"], "did you mean 'bert'?"),
+        (["--device", "toaster"], "--device toaster: not available here"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    run: Command, models: Models, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    code, _, err = run("merge", *models.arguments, "-o", tmp_path / "out", *arguments)
+    assert code == 2
+    assert complaint in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_unknown_recipe_field(run: Command, models: Models, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("base: base\nexperts: [expert-0]\nmetod: ace\n")
+    code, _, err = run("merge", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
+    assert code == 2
+    assert "there is no field 'metod': did you mean 'method'?" in err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "complaint"),
+    [
+        ("base: base\nexperts: [expert-0]\noptions: epsilon\n", "options: write them as a mapping"),
+        ("base: base\nexperts: [expert-0]\ntensors: [{mtach: '*'}]\n", "did you mean 'match'?"),
+        ("base: base\nexperts: [{model: expert-0, name: ..}]\n", "experts.0.name"),
+        ("base: base\nexperts: [{model: expert-0, name: a}, {model: expert-1, name: a}]\n", "two experts have the same name"),
+        ("base: base\nexperts: []\n", "give at least one expert"),
+        ("", "a recipe is a mapping"),
+    ],
+)
+def test_bad_recipes_are_explained(run: Command, models: Models, tmp_path: Path, recipe: str, complaint: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    code, _, err = run("merge", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
+    assert code == 2
+    assert complaint in err
+    assert "Traceback" not in err
+
+
+def test_a_rule_with_options_only_leaves_the_fate_to_the_preset(run: Command, models: Models, tmp_path: Path) -> None:
+    rule = "tensors: [{match: '*', options: {epsilon: 0.5}}]"
+    (tmp_path / "recipe.yaml").write_text(f"base: base\nexperts: [expert-0]\npreset: bert\n{rule}\n")
+    plan = json.loads(run("plan", tmp_path / "recipe.yaml", "--json")[1])
+    fates = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    assert fates["layers.0.bias"]["action"] == "kept"
+    assert fates["layers.0.weight"]["options"]["epsilon"] == 0.5
+
+
+def test_one_model_is_not_enough(run: Command, models: Models, tmp_path: Path) -> None:
+    code, _, err = run("merge", models.base, "-o", tmp_path / "out")
+    assert code == 2
+    assert "give a base and at least one expert" in err
+
+
+def test_a_reader_that_leaves_early_is_no_failure(models: Models) -> None:
+    command = f"{sys.executable} -m acemerge plan {' '.join(models.arguments)} --json | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed(models: Models, tmp_path: Path, closed: str) -> None:
+    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} {closed}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert load_file(tmp_path / "out/model.safetensors")
+
+
+@pytest.mark.parametrize("flags", ["--json", ""])
+def test_a_summary_that_cannot_be_printed_says_so(models: Models, tmp_path: Path, flags: str) -> None:
+    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} {flags} > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "out was written and is whole, but standard output did not take the summary: No space left" in result.stderr
+    assert load_file(tmp_path / "out/model.safetensors")
+
+
+def test_inputs_that_are_nearly_a_model(run: Command, models: Models, tmp_path: Path) -> None:
+    pointer = tmp_path / "cloned"
+    pointer.mkdir()
+    (pointer / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "peft/math").mkdir(parents=True)
+    (tmp_path / "peft/math/adapter_config.json").write_text("{}")
+    for expert, complaint in ((pointer, "a git-lfs pointer"), (tmp_path / "peft", f"give {tmp_path / 'peft/math'}")):
+        code, _, err = run("plan", models.base, expert)
+        assert code == 2
+        assert complaint in err
+
+
+def test_several_files_without_an_index_are_named_even_above_adapters(run: Command, models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "several"
+    (folder / "math").mkdir(parents=True)
+    (folder / "math/adapter_config.json").write_text("{}")
+    for name in ("one.safetensors", "two.safetensors"):
+        (folder / name).write_bytes((models.base / "model.safetensors").read_bytes())
+    code, _, err = run("plan", models.base, folder)
+    assert code == 2
+    assert "found one.safetensors, two.safetensors" in err
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(run: Command, models: Models, tmp_path: Path) -> None:
+    command = ["merge", *models.arguments, "-o", tmp_path / "out", "-m", "nope"]
+    for arguments in ([*command, "--debug"], ["--debug", *command]):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "Traceback" in err
+
+
+def test_a_larger_vocabulary_is_noted(run: Command, models: Models, tmp_path: Path) -> None:
+    larger = base_tensors() | {"embed_tokens.weight": torch.zeros(25, 8)}
+    write_model(tmp_path / "larger", larger)
+    write_model(tmp_path / "smaller", base_tensors() | {"embed_tokens.weight": torch.zeros(20, 8)})
+    _, out, _ = run("plan", tmp_path / "smaller", tmp_path / "larger", "--preset", "llm")
+    assert "'embed_tokens.weight' is [25, 8] in expert 'larger', [20, 8] in the base" in out
+
+
+def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:
+    program = (
+        "import sys, time, acemerge.tensors.task_vectors as t, acemerge.execute.local as engine\n"
+        # Short sleeps: a signal that comes just before a long one would wait for its end.
+        "def slow(*arguments):\n    print('merging', flush=True)\n    while True: time.sleep(0.05)\n"
+        "engine.merge_tensor = slow\n"
+        f"sys.argv = ['acemerge', 'merge', *{models.arguments!r}, '-o', {str(tmp_path / 'out')!r}]\n"
+        "from acemerge.cli.app import main\nmain()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "merging\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=300) == 130
+        assert "repeat the command to go on" in process.stderr.read()
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_methods_lists_and_describes(run: Command) -> None:
+    _, out, _ = run("methods")
+    assert "ace" in out
+    assert "average" in out
+    _, out, _ = run("methods", "ace")
+    assert all(option in out for option in ("epsilon", "tau", "k_frac", "normalise", "prior", "refine", "alpha"))
+    _, out, _ = run("methods", "ace", "--json")
+    assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
+
+
+def test_task_command_needs_something_to_put_back(run: Command, models: Models, tmp_path: Path) -> None:
+    run("merge", *models.arguments, "-o", tmp_path / "out")
+    code, _, err = run("task", tmp_path / "out", "expert-0", "-o", tmp_path / "task")
+    assert code == 2
+    assert "holds no heads" in err

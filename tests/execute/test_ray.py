@@ -1,0 +1,216 @@
+"""The cluster engine on a real cluster of this machine with two workers: same bytes, whoever dies on the way.
+
+Workers are other processes, so what a test does to a worker it does in the function that the worker runs.
+"""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import RayTaskError
+from safetensors.torch import load_file, save_file
+
+import acemerge
+import model_zoo
+from acemerge import InputError, MergeError, PreflightError
+from acemerge.execute import local
+from acemerge.execute import ray as ray_engine
+from acemerge.execute.ray_task import write_shard
+from data_statistics import write_rows
+from interruption import stop_at
+from running import run_command
+from small_models import Models, merge_into_shards, tree, write_models
+
+Task = Callable[[Any, str, Path, str, int], Iterator[Any]]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two workers, for all tests that need them."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tempfile.mkdtemp(prefix="ace", dir="/tmp")  # Ray makes sockets in it, whose paths must be short
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return write_models(tmp_path / "models")
+
+
+def wait_for(file: Path) -> str:
+    """What a worker wrote."""
+    deadline = time.monotonic() + 120
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return file.read_text()
+
+
+def hanging_once(first: Path) -> Task:
+    """The work on a shard; the first worker to have merged a tensor says which process it is, and goes no further."""
+
+    def task(order: Any, shard: str, folder: Path, device: str, threads: int) -> Iterator[Any]:
+
+        for message in write_shard(order, shard, folder, device, threads):
+            yield message
+            try:
+                with first.open("x") as file:
+                    file.write(str(os.getpid()))
+            except FileExistsError:
+                continue
+            time.sleep(1000)
+
+    return task
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_worker_is_replaced_and_the_bytes_are_those_of_a_local_merge(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    merge_into_shards(models, tmp_path / "local")
+    monkeypatch.setattr(ray_engine, "write_shard", hanging_once(tmp_path / "first"))
+    killing = Thread(target=lambda: os.kill(int(wait_for(tmp_path / "first")), signal.SIGKILL))
+    killing.start()
+    merge_into_shards(models, tmp_path / "ray", engine="ray", quiet=False)
+    killing.join()
+    assert tree(tmp_path / "ray") == tree(tmp_path / "local")
+    assert [path.name for path in tmp_path.glob("ray*")] == ["ray"]
+    err = capfd.readouterr().err
+    assert "its worker died" in err
+    assert "try 2 of 4" in err
+    assert "6/6 tensors" in err
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_shard_that_kills_every_worker_ends_the_merge(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deadly(order: Any, shard: str, folder: Path, device: str, threads: int) -> Iterator[Any]:
+        if shard.startswith("model-00002"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        yield from write_shard(order, shard, folder, device, threads)
+
+    monkeypatch.setattr(ray_engine, "TRIES", 2)
+    monkeypatch.setattr(ray_engine, "write_shard", deadly)
+    with pytest.raises(MergeError, match=r"^model-00002.*its worker died 2 times"):
+        merge_into_shards(models, tmp_path / "out", engine="ray")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_a_local_run_finished_is_not_done_again(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merge_into_shards(models, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
+        with pytest.raises(KeyboardInterrupt):
+            merge_into_shards(models, tmp_path / "out")
+    finished = json.loads((tmp_path / "out.partial" / ".acemerge-state.json").read_text())["finished"].keys()
+    started: set[str] = set()
+
+    def noting(engine: Any, shards: list[str], *rest: Any) -> None:
+        started.update(shards)
+        run(engine, shards, *rest)
+
+    run = ray_engine.RayEngine.run
+    monkeypatch.setattr(ray_engine.RayEngine, "run", noting)
+    merge_into_shards(models, tmp_path / "out", engine="ray")
+    assert finished
+    assert started
+    assert not finished & started
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_interrupting_ends_the_workers_and_leaves_nothing(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "write_shard", hanging_once(tmp_path / "first"))
+    monkeypatch.setattr(ray_engine._Run, "_finish", lambda *_: None)  # so that nothing is left for a later run
+
+    def interrupt() -> None:
+        wait_for(tmp_path / "first")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupting = Thread(target=interrupt)
+    interrupting.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            merge_into_shards(models, tmp_path / "out", engine="ray")
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGINT, handler)
+    assert not list(tmp_path.glob("out*"))
+    assert not is_alive(int(wait_for(tmp_path / "first")))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_users_error_reads_as_it_does_locally_and_is_not_tried_again(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = models.experts[1] / "model.safetensors"
+    save_file(load_file(file) | {"layers.1.weight": torch.full((6, 12), torch.nan)}, file, metadata={"format": "pt"})
+    monkeypatch.chdir(tmp_path / "models")  # relative paths mean the same in another process
+    ends = []
+    for engine in ("local", "ray"):
+        arguments = ("merge", "base", "expert-0", "expert-1", "-o", "out", "--shard-size", "1kB", "-q", "--engine", engine)
+        ends.append((run_command(monkeypatch, *arguments), capfd.readouterr().err))
+        assert not Path("out").exists()
+    assert ends[0][0] == 1
+    assert "layers.1.weight" in ends[0][1]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cluster_without_room_is_reported_before_any_work(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="none of its 1 machines has 1000 CPUs"):
+        merge_into_shards(models, tmp_path / "out", engine="ray", threads=1000)
+    with pytest.raises(InputError, match=r"has called ray\.init already"):
+        merge_into_shards(models, tmp_path / "out", engine="ray", ray_address="auto")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_is_measured_on_data_is_measured_once_and_read_by_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model_zoo.quiet_transformers():
+        models = model_zoo.bert(tmp_path / "models")
+    rows = write_rows(tmp_path / "rows", models.experts)
+    outputs = []
+    for engine in ("local", "ray"):
+        monkeypatch.setenv("ACEMERGE_CACHE", str(tmp_path / f"cache-{engine}"))
+        outputs.append(tmp_path / engine)
+        with model_zoo.quiet_transformers():
+            acemerge.merge(models.base, models.experts, outputs[-1], "regmean", data=rows, engine=engine, threads=1)
+    assert tree(outputs[1]) == tree(outputs[0])
+
+
+def test_a_machine_without_acemerge_is_reported() -> None:
+    cause = RuntimeError("The remote function failed to import on the worker. This may be because ...")
+    error = RayTaskError("write_shard", "a traceback: failed to import on the worker", cause)
+    assert "install the same on every one" in str(ray_engine._as_locally(error))
+    assert ray_engine._as_locally(RayTaskError("write_shard", "a traceback", MergeError("as it is"))).args == ("as it is",)

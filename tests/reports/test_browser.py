@@ -1,0 +1,140 @@
+"""Reports in a real browser: Debian's chromium, driven by playwright. Without it these tests are skipped; CI installs it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import acemerge
+from acemerge.reports.account import read_account
+from acemerge.reports.merge_report import merge_page
+from acemerge.reports.page import write_report
+from layered_models import layered
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
+
+QUIET = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+         "--disable-sync", "--disable-quic"]  # fmt: skip
+SIZES = {"desktop": (1280, 900), "phone": (360, 740)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    base, experts = layered(folder, 12, 8)
+    acemerge.merge(base, experts, folder / "merged")
+    return {
+        "diagnosis": acemerge.diagnose(base, experts).write_report(folder / "diagnosis.html"),
+        "merge": write_report(merge_page(read_account(folder / "merged")), folder / "merge.html"),
+    }
+
+
+class Opened:
+    """A page, and everything that it complained about or asked the network for."""
+
+    def __init__(self, browser: Any, path: Path, size: str, scheme: str = "light") -> None:
+        width, height = SIZES[size]
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+
+@pytest.mark.parametrize("name", ["diagnosis", "merge"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_figure_is_visible_and_nothing_is_loaded(
+    browser: Any, reports: dict[str, Path], name: str, size: str, scheme: str
+) -> None:
+    opened = Opened(browser, reports[name], size, scheme)
+    page, (width, _) = opened.page, SIZES[size]
+    figures = page.locator("figure")
+    assert figures.count() >= 4
+    for index in range(figures.count()):
+        box = figures.nth(index).locator("svg").bounding_box()
+        assert box["width"] > 250
+        assert box["height"] > 80
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width, "it does not fit the screen"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+    heights = page.evaluate("[...document.querySelectorAll('figure svg text')].map(t => t.getBoundingClientRect().height)")
+    assert min(height for height in heights if height) >= 7, "letters too small to read"
+    ground, ink = (page.evaluate(f"getComputedStyle(document.body).{what}") for what in ("backgroundColor", "color"))
+    assert (sum(map(int, ground[4:-1].split(","))) > 380) == (scheme == "light")
+    assert ground != ink
+    assert opened.complaints == []
+    assert opened.requests == [reports[name].as_uri()]
+    opened.context.close()
+
+
+def column(page: Any, heading: str) -> list[str]:
+    index = [text.strip() for text in page.locator("thead th button").all_text_contents()].index(heading)
+    return [str(t) for t in page.locator(f"tbody tr:visible :nth-child({index + 1})").all_inner_texts()]
+
+
+@pytest.mark.parametrize(("name", "heading"), [("diagnosis", "gamma"), ("merge", "|M|")])
+def test_sorting_by_numbers_puts_the_largest_first_and_the_empty_last(
+    browser: Any, reports: dict[str, Path], name: str, heading: str
+) -> None:
+    opened = Opened(browser, reports[name], "desktop")
+    button = opened.page.get_by_role("button", name=heading, exact=True)
+    button.click()
+    assert opened.page.locator("th[aria-sort=descending]").count() == 1
+    numbers = [float(text) for text in column(opened.page, heading) if text]
+    assert numbers == sorted(numbers, reverse=True)
+    assert len(numbers) > 40
+    blank = [text == "" for text in column(opened.page, heading)]
+    assert blank == sorted(blank), "what has no number comes last"
+    button.click()
+    numbers = [float(text) for text in column(opened.page, heading) if text]
+    assert numbers == sorted(numbers)
+    opened.context.close()
+
+
+def test_sorting_by_name_knows_numbers(browser: Any, reports: dict[str, Path]) -> None:
+    opened = Opened(browser, reports["diagnosis"], "desktop")
+    opened.page.get_by_role("button", name="tensor", exact=True).click()
+    names = column(opened.page, "tensor")
+    assert names.index("layers.2.mlp.up_proj.weight") < names.index("layers.10.mlp.up_proj.weight")
+    opened.context.close()
+
+
+def test_filtering_by_name_and_kind(browser: Any, reports: dict[str, Path]) -> None:
+    opened = Opened(browser, reports["diagnosis"], "phone")
+    page = opened.page
+    page.get_by_label("Name contains").fill("LAYERS.3.")
+    assert len(column(page, "tensor")) == 4
+    assert page.locator("#shown").inner_text() == "4 of 49 tensors"
+    page.get_by_label("kind").select_option("MLP up")
+    assert column(page, "tensor") == ["layers.3.mlp.up_proj.weight"]
+    page.get_by_label("Name contains").fill("")
+    assert len(column(page, "tensor")) == 12
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_the_page_prints(browser: Any, reports: dict[str, Path]) -> None:
+    opened = Opened(browser, reports["diagnosis"], "desktop")
+    opened.page.emulate_media(media="print")
+    assert not opened.page.locator(".filters").is_visible()
+    assert len(opened.page.pdf(format="A4")) > 20_000
+    opened.context.close()
