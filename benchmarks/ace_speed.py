@@ -24,7 +24,7 @@ from published import published_ace
 from record import FOLDER, machine, save
 from torch import Tensor
 
-from acemerge.execute.pipeline import compute_threads
+from acemerge.execute.compute import compute_threads
 from acemerge.methods import Merged, get_method
 
 ACE = get_method("ace")

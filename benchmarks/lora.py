@@ -78,7 +78,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch, acemerge
-from acemerge.execute.pipeline import find_sources, make_plan
+from acemerge.execute.opening import find_sources, make_plan
 from acemerge.recipe.recipe import make_recipe
 from acemerge.tensors.task_vectors import merge_tensor, merge_to_factors
 acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)

@@ -24,7 +24,7 @@ from published import published_ace, published_iso_cts, published_tsv_m, publish
 from record import FOLDER, machine, save
 from torch import Tensor
 
-from acemerge.execute.pipeline import compute_threads
+from acemerge.execute.compute import compute_threads
 from acemerge.methods import get_method
 
 FEW_STEPS, MORE_STEPS = 2, 6

@@ -21,7 +21,7 @@ from itertools import product
 
 from layers import interleaved, make_experts
 
-from acemerge.execute.pipeline import compute_threads
+from acemerge.execute.compute import compute_threads
 from acemerge.methods import Context, Merged, get_method
 from acemerge.methods.ace import AceOptions, heterogeneity
 from acemerge.methods.shared_routes import merge_at_points

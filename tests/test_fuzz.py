@@ -28,9 +28,9 @@ from acemerge.calibration.files import FileData
 from acemerge.calibration.texts import _read_lines
 from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import open_checkpoint, read_json
-from acemerge.checkpoints.source import Source, resolve_source
+from acemerge.checkpoints.source import Source, Sources, resolve_source
 from acemerge.errors import AcemergeError
-from acemerge.execute.pipeline import Sources, make_plan
+from acemerge.execute.opening import make_plan
 from acemerge.methods import get_method
 from acemerge.output.model_card import _licence
 from acemerge.output.staging import staged_output

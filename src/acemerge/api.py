@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,18 @@ from acemerge.checkpoints.folder import from_state_dict
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
+from acemerge.execute.compute import torch_device
+from acemerge.execute.opening import find_sources
 from acemerge.execute.passes import gather_statistics
-from acemerge.execute.pipeline import MergeResult, find_sources, run_merge, torch_device
+from acemerge.execute.pipeline import MergeResult, run_merge
 from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
-from acemerge.recipe.recipe import Orientation, make_recipe
+from acemerge.recipe.recipe import Orientation, Recipe, make_recipe
+from acemerge.recipe.run_options import RunOptions
 from acemerge.sweeps.evaluation import Evaluate
-from acemerge.sweeps.run import SweepResult, run_sweep
+from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
 from acemerge.sweeps.table import Objective
 from acemerge.tensors.task_vectors import merge_tensor
 
@@ -32,85 +36,38 @@ if TYPE_CHECKING:
     from acemerge.bench.suites.registry import Suite
 
 Model = str | PathLike[str]
+Experts = Sequence[Model] | Mapping[str, Model]
+_OF_RECIPE = frozenset(Recipe.model_fields) - {"base", "experts", "method", "options", "data", "inputs"}
+_OF_RUN = frozenset(field.name for field in fields(RunOptions))
 
 
 def merge(
     base: Model,
-    experts: Sequence[Model] | Mapping[str, Model],
+    experts: Experts,
     output: Model,
     method: str = "ace",
     *,
     data: Model | Suite | None = None,
-    tensors: Sequence[Mapping[str, Any]] = (),
-    preset: str = "auto",
-    orientation: Orientation = "canonical",
-    missing: str = "error",
-    dtype: str | torch.dtype | None = None,
-    allow_nonfinite: bool = False,
-    save_as: str = "model",
-    rank: int | None = None,
-    shard_size: int | str = "5GB",
-    device: str = "cpu",
-    threads: int | None = None,
-    engine: str = "local",
-    ray_address: str | None = None,
-    resume: bool = True,
-    verify: bool = False,
-    overwrite: bool = False,
-    force: bool = False,
-    report: bool = False,
-    offline: bool = False,
-    quiet: bool = True,
     options: Mapping[str, Any] | None = None,
-    **more_options: Any,
+    **keywords: Any,
 ) -> MergeResult:
     """Merge checkpoints on disk (or hub ids) into the folder `output`: the same as `acemerge merge`.
 
     `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
-    folder with a file per expert, or a suite of the bench or its name. Further keywords are the method's options, such as
-    epsilon=1e-5; `options` takes them as a mapping, also those that are named like a keyword here, such as cart's rank.
+    folder with a file per expert, or a suite of the bench or its name.
+
+    Keywords are a recipe's fields (tensors, preset, orientation, missing, dtype, allow_nonfinite, save_as, rank, shard_size), how
+    it is run (device, threads, engine, ray_address, resume, verify, overwrite, force, report, offline, quiet), each as the
+    command line has it, and the method's options, such as epsilon=1e-5. `options` takes these as a mapping, also those that are
+    named like another keyword, such as cart's rank.
     """
-    suite = None if data is None or isinstance(data, str | PathLike) else data
-    recipe = make_recipe(
-        {
-            "base": str(base),
-            "experts": _named(experts),
-            "method": method,
-            "options": {**(options or {}), **more_options},
-            "data": suite.name if suite else data if data is None else str(data),
-            "tensors": [dict(rule) for rule in tensors],
-            "preset": preset,
-            "orientation": orientation,
-            "missing": missing,
-            "dtype": dtype,
-            "allow_nonfinite": allow_nonfinite,
-            "save_as": save_as,
-            "rank": rank,
-            "shard_size": shard_size,
-        },
-        "acemerge.merge",
-    )
-    return run_merge(
-        recipe,
-        Path(output),
-        device=device,
-        threads=threads,
-        engine=engine,
-        ray_address=ray_address,
-        resume=resume,
-        verify=verify,
-        overwrite=overwrite,
-        force=force,
-        report=report,
-        offline=offline,
-        quiet=quiet,
-        suite=suite,
-    )
+    recipe, run, suite = _sort_keywords("acemerge.merge", base, experts, method, data, options, keywords)
+    return run_merge(recipe, Path(output), run, suite=suite)
 
 
 def sweep(
     base: Model,
-    experts: Sequence[Model] | Mapping[str, Model],
+    experts: Experts,
     output: Model,
     settings: Mapping[str, Sequence[Any]],
     method: str = "ace",
@@ -121,77 +78,46 @@ def sweep(
     minimise: str | None = None,
     at_once: int | None = None,
     data: Model | Suite | None = None,
-    tensors: Sequence[Mapping[str, Any]] = (),
-    preset: str = "auto",
-    orientation: Orientation = "canonical",
-    missing: str = "error",
-    dtype: str | torch.dtype | None = None,
-    allow_nonfinite: bool = False,
-    save_as: str = "model",
-    rank: int | None = None,
-    shard_size: int | str = "5GB",
-    device: str = "cpu",
-    threads: int | None = None,
-    resume: bool = True,
-    verify: bool = False,
-    overwrite: bool = False,
-    force: bool = False,
-    offline: bool = False,
-    quiet: bool = True,
     options: Mapping[str, Any] | None = None,
-    **more_options: Any,
+    **keywords: Any,
 ) -> SweepResult:
     """Merge at every combination of settings, such as {"epsilon": [1e-5, 1e-4]}, in one pass: the same as `acemerge sweep`.
 
     `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
-    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another. Further
-    keywords, or `options`, are the method's options that do not vary; all others are those of `merge`.
+    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another. All other
+    keywords are those of `merge`; options of the method are those that do not vary.
     """
     if maximise and minimise:
         raise InputError("maximise and minimise: one score decides; give one of them")
+    recipe, run, suite = _sort_keywords("acemerge.sweep", base, experts, method, data, options, keywords)
+    objective = Objective(minimise or maximise, largest=minimise is None)
+    chosen = SweepOptions(evaluate=evaluate, keep=keep, objective=objective, at_once=at_once)
+    return run_sweep(recipe, settings, Path(output), run, chosen, suite=suite)
+
+
+def _sort_keywords(
+    origin: str,
+    base: Model,
+    experts: Experts,
+    method: str,
+    data: Model | Suite | None,
+    options: Mapping[str, Any] | None,
+    keywords: Mapping[str, Any],
+) -> tuple[Recipe, RunOptions, Suite | None]:
+    """A recipe's fields, how it is run, and the rest: options of the method. And the suite, if the data is one."""
     suite = None if data is None or isinstance(data, str | PathLike) else data
-    recipe = make_recipe(
-        {
-            "base": str(base),
-            "experts": _named(experts),
-            "method": method,
-            "options": {**(options or {}), **more_options},
-            "data": suite.name if suite else data if data is None else str(data),
-            "tensors": [dict(rule) for rule in tensors],
-            "preset": preset,
-            "orientation": orientation,
-            "missing": missing,
-            "dtype": dtype,
-            "allow_nonfinite": allow_nonfinite,
-            "save_as": save_as,
-            "rank": rank,
-            "shard_size": shard_size,
-        },
-        "acemerge.sweep",
-    )
-    return run_sweep(
-        recipe,
-        settings,
-        Path(output),
-        evaluate=evaluate,
-        keep=keep,
-        objective=Objective(minimise or maximise, largest=minimise is None),
-        at_once=at_once,
-        device=device,
-        threads=threads,
-        resume=resume,
-        verify=verify,
-        overwrite=overwrite,
-        force=force,
-        offline=offline,
-        quiet=quiet,
-        suite=suite,
-    )
+    of_recipe = {name: value for name, value in keywords.items() if name in _OF_RECIPE}
+    of_run = {name: value for name, value in keywords.items() if name in _OF_RUN}
+    of_method = {name: value for name, value in keywords.items() if name not in _OF_RECIPE | _OF_RUN}
+    named = {"base": str(base), "experts": _named(experts), "method": method, "options": {**(options or {}), **of_method}}
+    given = suite.name if suite else data if data is None else str(data)
+    recipe = make_recipe({**named, "data": given, **of_recipe}, origin)
+    return recipe, RunOptions(**{"quiet": True, **of_run}), suite
 
 
 def diagnose(
     base: Model,
-    experts: Sequence[Model] | Mapping[str, Model],
+    experts: Experts,
     *,
     candidates: Sequence[str] = DEFAULT_CANDIDATES,
     quick: bool = False,
@@ -286,7 +212,7 @@ def merge_task_vectors(
     return merged.delta.to(task_vectors.dtype)
 
 
-def _named(experts: Sequence[Model] | Mapping[str, Model]) -> list[dict[str, str | None]]:
+def _named(experts: Experts) -> list[dict[str, str | None]]:
     """The experts as a recipe has them."""
     if isinstance(experts, str | PathLike):
         raise InputError(f"experts={str(experts)!r}: give a list of models, or a mapping of names to models")

@@ -19,12 +19,13 @@ from torch import Tensor
 
 import acemerge
 import lora_zoo
+from acemerge.execute import shard
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method, all_methods, get_method
 from acemerge.output.task_models import export_expert
 from acemerge.output.verify import verify_output
 from command import Command
-from interruption import stop_at
+from interruption import one_by_one, stop_at
 from largest_result import LargestResult
 from lora_zoo import Zoo
 from model_zoo import Tensors, assert_equal_tensors, file_hashes, read_tensors, rewrite
@@ -657,13 +658,13 @@ def test_an_interrupted_merge_of_adapters_goes_on(llama: Zoo, tmp_path: Path, mo
     merge(llama, tmp_path / "whole", shard_size=4000)
     calls: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr("acemerge.execute.local.merge_tensor", stop_at("model.layers.1.mlp.gate_proj.weight", calls))
+        patch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("model.layers.1.mlp.gate_proj.weight", calls)))
         with pytest.raises(KeyboardInterrupt):
             merge(llama, tmp_path / "out", shard_size=4000)
     assert not (tmp_path / "out").exists()
     again: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr("acemerge.execute.local.merge_tensor", stop_at("nothing", again))
+        patch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("nothing", again)))
         merge(llama, tmp_path / "out", shard_size=4000)
     assert 0 < len(again) < len(read_tensors(llama.base))  # finished shards are not done again
     assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "whole")
@@ -672,7 +673,7 @@ def test_an_interrupted_merge_of_adapters_goes_on(llama: Zoo, tmp_path: Path, mo
 def test_a_changed_adapter_starts_over(llama: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = {name: shutil.copytree(adapter, tmp_path / name) for name, adapter in llama.adapters.items()}
     with monkeypatch.context() as patch:
-        patch.setattr("acemerge.execute.local.merge_tensor", stop_at("model.layers.1.mlp.gate_proj.weight", []))
+        patch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("model.layers.1.mlp.gate_proj.weight", [])))
         with pytest.raises(KeyboardInterrupt):
             merge(llama, tmp_path / "out", experts=experts, shard_size=4000)
     lora_zoo.change_settings(experts["math"], lora_alpha=16)  # twice the scale; the weights' file is the same
@@ -686,7 +687,7 @@ def test_an_interrupted_adapter_output(llama: Zoo, tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("acemerge.execute.local.merge_to_factors", interrupted)
+        patch.setattr("acemerge.execute.shard.merge_to_factors_at_points", interrupted)
         with pytest.raises(KeyboardInterrupt):
             merge(llama, tmp_path / "out", save_as="adapter")
     assert not (tmp_path / "out").exists()

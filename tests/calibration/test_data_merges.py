@@ -22,7 +22,7 @@ from acemerge.calibration.run import DataRun, ExpertModel
 from acemerge.calibration.shared_backbone import SharedBackbone
 from acemerge.calibration.source import open_data
 from acemerge.cli.app import main
-from acemerge.execute.pipeline import find_sources, make_plan
+from acemerge.execute.opening import find_sources, make_plan
 from acemerge.methods import all_methods, get_method
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.recipe import make_recipe

@@ -140,9 +140,7 @@ def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
         (["--device", "toaster"], "--device toaster: not available here"),
     ],
 )
-def test_bad_arguments_are_explained(
-    run: Command, models: Models, tmp_path: Path, arguments: list[str], complaint: str
-) -> None:
+def test_bad_arguments_are_explained(run: Command, models: Models, tmp_path: Path, arguments: list[str], complaint: str) -> None:
     code, _, err = run("merge", *models.arguments, "-o", tmp_path / "out", *arguments)
     assert code == 2
     assert complaint in err
@@ -255,10 +253,10 @@ def test_a_larger_vocabulary_is_noted(run: Command, models: Models, tmp_path: Pa
 
 def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:
     program = (
-        "import sys, time, acemerge.tensors.task_vectors as t, acemerge.execute.local as engine\n"
+        "import sys, time, acemerge.tensors.task_vectors as t, acemerge.execute.shard as shard\n"
         # Short sleeps: a signal that comes just before a long one would wait for its end.
         "def slow(*arguments):\n    print('merging', flush=True)\n    while True: time.sleep(0.05)\n"
-        "engine.merge_tensor = slow\n"
+        "shard.merge_tensor_at_points = slow\n"
         f"sys.argv = ['acemerge', 'merge', *{models.arguments!r}, '-o', {str(tmp_path / 'out')!r}]\n"
         "from acemerge.cli.app import main\nmain()"
     )
@@ -270,6 +268,20 @@ def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:
         assert process.wait(timeout=300) == 130
         assert "repeat the command to go on" in process.stderr.read()
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["-m", "ties", "-m", "ace"], "-m ties, -m ace: a merge has one method; give -m once"),
+        (["-s", "epsilon=1", "-s", "epsilon=2"], "-s epsilon: is given twice; give it once"),
+    ],
+)
+def test_what_is_given_twice_is_refused(run: Command, models: Models, tmp_path: Path, flags: list[str], says: str) -> None:
+    code, _, err = run("merge", *models.arguments, "-o", tmp_path / "out", *flags)
+    assert code == 2
+    assert says in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_methods_lists_and_describes(run: Command) -> None:

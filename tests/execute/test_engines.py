@@ -22,18 +22,21 @@ from ray import cloudpickle
 import acemerge
 from acemerge import InputError, MergeError
 from acemerge.calibration.measured import Measured, keep
-from acemerge.execute import local, together
-from acemerge.execute import ray as ray_engine
+from acemerge.execute import ray_cluster as ray_engine
+from acemerge.execute import shard, together
+from acemerge.execute.engines.local import LocalEngine
+from acemerge.execute.engines.registry import Work
+from acemerge.execute.opening import Scene, find_sources, make_plan
 from acemerge.execute.passes import gather_statistics
-from acemerge.execute.pipeline import find_sources, make_plan
-from acemerge.execute.ray_task import Order, write_shard
+from acemerge.execute.ray_task import Order, Part, write_shard
 from acemerge.methods import all_methods
-from acemerge.output.resources import check_resources, needed_space
+from acemerge.output.resources import needed_space
 from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.recipe import make_recipe
 from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
 from child import command, in_child
+from interruption import one_by_one
 from small_models import Models, merge_into_shards, tree, write_models
 
 
@@ -59,7 +62,7 @@ def test_tensors_merged_at_once_give_the_bytes_of_one_by_one(
         return merge_tensor(*arguments)
 
     monkeypatch.setattr(together, "_DEVICES", ("cpu",))
-    monkeypatch.setattr(local, "merge_tensor", at_once)
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(at_once))
     acemerge.merge(models.base, models.experts, tmp_path / "all", method=method, threads=2)
     assert len(threads) == 2
     assert tree(tmp_path / "all") == tree(tmp_path / "one")
@@ -67,16 +70,16 @@ def test_tensors_merged_at_once_give_the_bytes_of_one_by_one(
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))
 def test_tensors_at_once_are_neighbours_and_no_larger_than_a_large_one(sizes: list[int], entries: int) -> None:
-    planned: Any = [SimpleNamespace(header=SimpleNamespace(elements=size)) for size in sizes]
+    planned: Any = [(SimpleNamespace(header=SimpleNamespace(elements=size)),) for size in sizes]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(together, "_ENTRIES", entries)
         groups = together.together(planned, torch.device("cuda"))
         alone = together.together(planned, torch.device("cpu"))
-    assert [tensor for group in groups for tensor in group] == planned
-    assert alone == [[tensor] for tensor in planned]
-    totals = [sum(tensor.header.elements for tensor in group) for group in groups]
+    assert [row for group in groups for row in group] == planned
+    assert alone == [[row] for row in planned]
+    totals = [sum(row[0].header.elements for row in group) for group in groups]
     assert all(total <= entries or len(group) == 1 for total, group in zip(totals, groups, strict=True))
-    assert all(total + group[0].header.elements > entries for total, group in zip(totals, groups[1:], strict=False)), (
+    assert all(total + group[0][0].header.elements > entries for total, group in zip(totals, groups[1:], strict=False)), (
         "they would have fitted"
     )
 
@@ -117,7 +120,7 @@ def test_several_devices_give_the_bytes_of_one(
             both.wait(timeout=60)  # until the other device is at work too
         return merge_tensor(*arguments)
 
-    monkeypatch.setattr(local, "merge_tensor", together)
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(together))
     merge_into_shards(models, tmp_path / "two", method, device="cpu,cpu", quiet=False)
     assert len(threads) == 2
     assert tree(tmp_path / "two") == tree(tmp_path / "one")
@@ -130,7 +133,7 @@ def test_a_failure_on_one_device_ends_the_work_on_all(models: Models, tmp_path: 
             raise MergeError("this tensor is wrong")
         return merge_tensor(plan, planned, *rest)
 
-    monkeypatch.setattr(local, "merge_tensor", failing)
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(failing))
     with pytest.raises(MergeError, match="this tensor is wrong"):
         merge_into_shards(models, tmp_path / "out", device="cpu,cpu")
     assert not (tmp_path / "out").exists()
@@ -147,31 +150,34 @@ def test_more_at_once_needs_more(models: Models, tmp_path: Path) -> None:
     plan = make_plan(recipe, find_sources(recipe))
     assert len(plan.shards) == 2
     assert needed_space(plan, 2) == needed_space(plan, 100) == needed_space(plan) + plan.temporary_bytes
-    assert check_resources(tmp_path / "out", plan, on_cpu=2) == []
-    assert "memory" in check_resources(tmp_path / "out", plan, on_cpu=10**12)[0]
+    cpu = torch.device("cpu")
+    assert LocalEngine((cpu, cpu)).at_once(plan) == 2
+    assert LocalEngine((cpu, cpu)).problems([plan]) == []
+    assert "memory" in LocalEngine((cpu,) * 10**7).problems([plan])[0]
+    assert LocalEngine((torch.device("cuda"),) * 10**7).problems([plan]) == []
 
 
 # --- what travels ------------------------------------------------------------------------------------------------------
 
 
-def packed_order(models: Models, **changes: Any) -> bytes:
+def an_order(models: Models) -> Order:
     recipe = make_recipe({"base": str(models.base), "experts": [{"model": str(e)} for e in models.experts], "method": "average"})
-    sources = find_sources(recipe)
-    order = Order(recipe, sources, Path(), None, make_plan(recipe, sources).digest, Path.cwd(), gathered={})
-    return pickle.dumps(replace(order, **changes))
+    scene = Scene(find_sources(recipe))
+    digests = [plan.digest for plan in scene.plans([recipe])]
+    return Order([recipe], scene, digests, Path.cwd(), gathered={0: {}})
 
 
 def test_a_machine_that_sees_other_files_says_so(models: Models, tmp_path: Path) -> None:
-    order = packed_order(models)
-    *names, record = write_shard(order, "model.safetensors", tmp_path, "cpu", 1)
-    assert isinstance(record, dict)
-    assert [tensor["name"] for tensor in record["tensors"]] == names
+    order, part = an_order(models), Part("model.safetensors", {0: tmp_path})
+    *names, records = write_shard(pickle.dumps(order), part, "cpu", 1)
+    assert isinstance(records, list)
+    assert [tensor["name"] for tensor in records[0]["tensors"]] == names
     with pytest.raises(MergeError, match=r"^machine .* cannot take part: a model or its date, or the version"):
-        next(write_shard(packed_order(models, digest="other"), "model.safetensors", tmp_path, "cpu", 1))
-    other = packed_order(models, relative_to=Path("not there"))
+        next(write_shard(pickle.dumps(replace(order, digests=["other"])), part, "cpu", 1))
+    other = pickle.dumps(replace(order, scene=replace(order.scene, relative_to=Path("not there"))))
     shutil.move(models.base, tmp_path / "moved")
     with pytest.raises(MergeError, match=r"cannot take part: .*base"):
-        next(write_shard(other, "model.safetensors", tmp_path, "cpu", 1))
+        next(write_shard(other, part, "cpu", 1))
 
 
 @pytest.mark.parametrize("name", [method.name for method in all_methods() if method.statistics])
@@ -198,9 +204,11 @@ def test_what_was_measured_on_data_is_opened_anew(tmp_path: Path, monkeypatch: p
 
 
 def test_what_cannot_travel_is_refused(models: Models) -> None:
-    order = pickle.loads(packed_order(models))
+    order = an_order(models)
+    gathered: Any = {0: {("somebodys_method", None): (letter for letter in "no")}}
+    work = Work(order.scene.plans(order.recipes), [], gathered, {})
     with pytest.raises(InputError, match="what somebodys_method gathered cannot be sent to other processes"):
-        ray_engine._packed(order, {("somebodys_method", None): (letter for letter in "no")})
+        ray_engine.RayEngine(order.scene)._packed_order(work)
 
 
 # --- from the user's side ---------------------------------------------------------------------------------------------

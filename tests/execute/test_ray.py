@@ -23,15 +23,17 @@ from safetensors.torch import load_file, save_file
 import acemerge
 import model_zoo
 from acemerge import InputError, MergeError, PreflightError
-from acemerge.execute import local
-from acemerge.execute import ray as ray_engine
-from acemerge.execute.ray_task import write_shard
+from acemerge.execute import ray_cluster as ray_engine
+from acemerge.execute import shard
+from acemerge.execute.engines.registry import Work
+from acemerge.execute.ray_task import Part, write_shard
+from acemerge.planning.progress import Progress
 from data_statistics import write_rows
-from interruption import stop_at
+from interruption import one_by_one, stop_at
 from running import run_command
 from small_models import Models, merge_into_shards, tree, write_models
 
-Task = Callable[[Any, str, Path, str, int], Iterator[Any]]
+Task = Callable[[Any, Part, str, int], Iterator[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +68,9 @@ def wait_for(file: Path) -> str:
 def hanging_once(first: Path) -> Task:
     """The work on a shard; the first worker to have merged a tensor says which process it is, and goes no further."""
 
-    def task(order: Any, shard: str, folder: Path, device: str, threads: int) -> Iterator[Any]:
+    def task(order: Any, part: Part, device: str, threads: int) -> Iterator[Any]:
 
-        for message in write_shard(order, shard, folder, device, threads):
+        for message in write_shard(order, part, device, threads):
             yield message
             try:
                 with first.open("x") as file:
@@ -107,11 +109,11 @@ def test_a_killed_worker_is_replaced_and_the_bytes_are_those_of_a_local_merge(
 
 @pytest.mark.usefixtures("cluster")
 def test_a_shard_that_kills_every_worker_ends_the_merge(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deadly(order: Any, shard: str, folder: Path, device: str, threads: int) -> Iterator[Any]:
-        if shard.startswith("model-00002"):
+    def deadly(order: Any, part: Part, device: str, threads: int) -> Iterator[Any]:
+        if part.shard.startswith("model-00002"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-        yield from write_shard(order, shard, folder, device, threads)
+        yield from write_shard(order, part, device, threads)
 
     monkeypatch.setattr(ray_engine, "TRIES", 2)
     monkeypatch.setattr(ray_engine, "write_shard", deadly)
@@ -124,15 +126,15 @@ def test_a_shard_that_kills_every_worker_ends_the_merge(models: Models, tmp_path
 def test_what_a_local_run_finished_is_not_done_again(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     merge_into_shards(models, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
+        patch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", [])))
         with pytest.raises(KeyboardInterrupt):
             merge_into_shards(models, tmp_path / "out")
     finished = json.loads((tmp_path / "out.partial" / ".acemerge-state.json").read_text())["finished"].keys()
     started: set[str] = set()
 
-    def noting(engine: Any, shards: list[str], *rest: Any) -> None:
-        started.update(shards)
-        run(engine, shards, *rest)
+    def noting(engine: Any, work: Work, progress: Progress) -> None:
+        started.update(work.shards)
+        run(engine, work, progress)
 
     run = ray_engine.RayEngine.run
     monkeypatch.setattr(ray_engine.RayEngine, "run", noting)
@@ -191,6 +193,16 @@ def test_a_cluster_without_room_is_reported_before_any_work(models: Models, tmp_
     with pytest.raises(InputError, match=r"has called ray\.init already"):
         merge_into_shards(models, tmp_path / "out", engine="ray", ray_address="auto")
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("method", ["ace", "ties"])  # ties has a pass over the whole model first
+def test_a_sweep_gives_the_bytes_of_a_local_one(models: Models, tmp_path: Path, method: str) -> None:
+    settings = {"alpha": [0.5, 1.0], **({"epsilon": [1e-5, 1e-3]} if method == "ace" else {"keep": [0.2, 0.4]})}
+    for engine in ("local", "ray"):
+        acemerge.sweep(models.base, models.experts, tmp_path / engine, settings, method, shard_size="1kB", engine=engine)
+    assert tree(tmp_path / "ray") == tree(tmp_path / "local")
+    assert len(list((tmp_path / "ray").glob("*/model-00002-of-*.safetensors"))) == 4
 
 
 @pytest.mark.usefixtures("cluster")

@@ -24,10 +24,10 @@ import acemerge
 import model_zoo as zoo
 from acemerge.cli.app import main
 from acemerge.errors import InputError
-from acemerge.execute import local
+from acemerge.execute import shard
 from acemerge.methods import Context, Merged, get_method
 from acemerge.output import task_models
-from interruption import stop_at
+from interruption import one_by_one, stop_at
 from small_models import base_tensors, fine_tuned, write_model
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -577,7 +577,7 @@ def test_files_of_parts_are_aligned(tmp_path: Path) -> None:
 def interrupt(models: Models, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     with monkeypatch.context() as patched:
-        patched.setattr(local, "merge_tensor", stop_at("layers.1.weight", calls))
+        patched.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", calls)))
         with pytest.raises(KeyboardInterrupt):
             models.merge("out", method, shard_size="1kB")
     assert any((models.root / "out.partial/tasks/e0").iterdir())
@@ -590,7 +590,7 @@ def test_a_resumed_merge_keeps_its_parts(tmp_path: Path, monkeypatch: pytest.Mon
     whole = models.merge("whole", method, shard_size="1kB")
     done = interrupt(models, method, monkeypatch)
     calls: list[str] = []
-    monkeypatch.setattr(local, "merge_tensor", stop_at("", calls))
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("", calls)))
     output = models.merge("out", method, shard_size="1kB")
     assert done[0] not in calls
     assert zoo.file_hashes(output) == zoo.file_hashes(whole)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from acemerge.execute.pipeline import compute_threads
+from acemerge.execute.compute import compute_threads
 from acemerge.methods import get_method
 from acemerge.numerics.threads import available_threads, share, torch_at_rest
 

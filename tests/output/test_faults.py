@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import acemerge
 from acemerge.errors import InputError, MergeError
-from acemerge.execute import local
-from acemerge.execute.pipeline import find_sources, make_plan
+from acemerge.execute import shard
+from acemerge.execute.opening import find_sources, make_plan
 from acemerge.output import publishing, resources
 from acemerge.output.resources import check_memory, needed_space
 from acemerge.planning.plan import Plan, PlannedTensor
@@ -27,7 +27,7 @@ from acemerge.recipe.recipe import make_recipe
 from acemerge.tensors import task_vectors
 from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
 from child import CANNOT_MOUNT, Ended, command, fork, in_child, wait, with_own_mounts
-from interruption import stop_at
+from interruption import one_by_one, stop_at
 from small_models import Models, write_model, write_models
 
 
@@ -122,7 +122,7 @@ def test_failing_to_write_keeps_finished_shards(models: Models, tmp_path: Path, 
             raise OSError(28, "No space left on device")
         return merge_tensor(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(local, "merge_tensor", full)
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(full))
     with pytest.raises(MergeError, match=r"Finished shards are kept in out\.partial"):
         acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB")
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.partial"]
@@ -261,9 +261,10 @@ def test_an_input_that_changes_while_it_is_merged(
     """Noticed at the next read or, if there is none, before anything is published."""
     path = models.experts[1] / "model.safetensors"
     names = [tensor.name for tensor in acemerge.merge(models.base, models.experts, tmp_path / "first").plan.tensors]
-    monkeypatch.setattr(local, "merge_tensor", meddling(lambda: change(path), names[-1] if last else "layers.0.weight"))
+    meddle = meddling(lambda: change(path), names[-1] if last else "layers.0.weight")
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(meddle))
     if last:  # all reads of the merge are over
-        monkeypatch.setattr(local, "merge_tensor", late(change, path, names[-1]))
+        monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(late(change, path, names[-1])))
     with pytest.raises(MergeError, match=r"expert-1/model\.safetensors: (was changed|cannot be read any more)"):
         acemerge.merge(models.base, models.experts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -319,7 +320,7 @@ def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **o
         return stop_at("layers.1.weight", [])(plan, planned, device, statistics)
 
     with monkeypatch.context() as patched:
-        patched.setattr(local, "merge_tensor", slow_enough)
+        patched.setattr(shard, "merge_tensor_at_points", one_by_one(slow_enough))
         with pytest.raises(KeyboardInterrupt):
             acemerge.merge(models.base, models.experts, output, shard_size="1kB", **options)  # type: ignore[arg-type]
 
@@ -364,7 +365,7 @@ def test_a_header_counts_even_where_the_plan_does_not_use_it(models: Models) -> 
 def test_verify_reuses_shards_of_the_same_bytes(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(models, tmp_path / "out", monkeypatch)
     calls: list[str] = []
-    monkeypatch.setattr(local, "merge_tensor", stop_at("", calls))
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("", calls)))
     acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", verify=True)
     assert 0 < len(calls) < 6
 
@@ -396,7 +397,7 @@ def interrupted(models: Models, output: Path, work: Callable[[], object]) -> tup
         work()
 
     def merge() -> None:
-        setattr(local, "merge_tensor", at_work)  # noqa: B010  (in the child only)
+        setattr(shard, "merge_tensor_at_points", one_by_one(at_work))  # noqa: B010  (in the child only)
         command("merge", *models.arguments, "-o", output)
 
     with tempfile.TemporaryFile("w+") as err:
@@ -433,7 +434,7 @@ def test_an_interruption_is_prompt_and_says_how_to_go_on(models: Models, tmp_pat
 
 
 def test_the_unforeseen_is_one_sentence_too(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "merge_tensor", lambda *_: 1 / 0)
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(lambda *_: 1 / 0))
     code, err = ended_well(in_child(merge_command(models, tmp_path / "out")))
     assert code == 1
     assert "acemerge: error: unexpected ZeroDivisionError: division by zero; nothing was published. This is a bug" in err
@@ -447,7 +448,7 @@ def test_a_kill_between_two_renames_is_undone(models: Models, tmp_path: Path, mo
     """Where folders cannot be exchanged, the earlier output is back after the next run's start, whatever becomes of that."""
     acemerge.merge(models.base, models.experts, tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "out.replaced")
-    monkeypatch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", [])))
     with pytest.raises(InputError, match="already exists"):
         acemerge.merge(models.base, models.experts, tmp_path / "out")
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]

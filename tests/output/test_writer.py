@@ -22,14 +22,15 @@ from safetensors.torch import load_file, save
 import acemerge
 from acemerge.checkpoints.folder import TensorHeader
 from acemerge.errors import InputError
-from acemerge.execute import local
+from acemerge.execute import shard
 from acemerge.execute.pipeline import run_merge
 from acemerge.output import writer
 from acemerge.output.resources import check_space
 from acemerge.output.staging import staged_output
 from acemerge.output.writer import write_safetensors
 from acemerge.recipe.recipe import make_recipe
-from interruption import stop_at
+from acemerge.recipe.run_options import RunOptions
+from interruption import one_by_one, stop_at
 from small_models import Models, write_models
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "bool"]
@@ -116,7 +117,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[str]:
     calls: list[str] = []
     with monkeypatch.context() as patched:
-        patched.setattr(local, "merge_tensor", stop_at("layers.1.weight", calls))
+        patched.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", calls)))
         with pytest.raises(KeyboardInterrupt):
             acemerge.merge(models.base, models.experts, output, shard_size="1kB", **options)  # type: ignore[arg-type]
     assert not output.exists()
@@ -125,7 +126,7 @@ def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **o
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
-    monkeypatch.setattr(local, "merge_tensor", stop_at("", calls))
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("", calls)))
     return calls
 
 
@@ -163,7 +164,7 @@ def test_stale_shards_are_never_reused(models: Models, tmp_path: Path, monkeypat
 
 
 def test_nothing_stays_when_nothing_was_finished(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", [])))
     with pytest.raises(KeyboardInterrupt):
         acemerge.merge(models.base, models.experts, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
@@ -203,7 +204,7 @@ def test_a_users_folder_with_the_staging_name_is_left_alone(models: Models, tmp_
 def test_a_failed_overwrite_leaves_the_old_output(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "out")
     before = tree(tmp_path / "out")
-    monkeypatch.setattr(local, "merge_tensor", stop_at("layers.1.weight", []))
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", [])))
     with pytest.raises(KeyboardInterrupt):
         acemerge.merge(models.base, models.experts, tmp_path / "out", method="average", overwrite=True)
     assert tree(tmp_path / "out") == before
@@ -302,7 +303,7 @@ def test_inputs_that_are_not_the_expected_ones_are_refused_before_any_work(model
         }
     )
     with pytest.raises(InputError, match="the recipe expects 0000"):
-        run_merge(recipe, tmp_path / "out")
+        run_merge(recipe, tmp_path / "out", RunOptions())
     assert not list(tmp_path.glob("out*"))
 
 

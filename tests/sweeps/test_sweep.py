@@ -13,18 +13,18 @@ from safetensors.torch import load_file, save_file
 
 import acemerge
 from acemerge.errors import InputError, MergeError, PreflightError
-from acemerge.execute import sweep as sweep_engine
+from acemerge.execute import shard
+from acemerge.execute.engines import local
 from acemerge.methods import Method, all_methods, get_method
 from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.recipe.arguments import parse_lists
-from acemerge.sweeps import room
 from acemerge.sweeps.points import make_points
 from acemerge.sweeps.table import TABLE, Objective
 from acemerge.tensors import task_vectors
 from acemerge.tensors.task_vectors import TensorMerge, merge_tensor_at_points
 from lora_zoo import build
 from running import run_command
-from small_models import Models, write_models
+from small_models import Models, base_tensors, tree, write_model, write_models
 
 GRID = {"epsilon": [1e-5, 1e-3], "tau": [0.0, 9.0], "k_frac": [0.1, 0.5]}
 
@@ -294,7 +294,7 @@ def count_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(merges))
         return merge_tensor_at_points(merges, device)
 
-    monkeypatch.setattr(sweep_engine, "merge_tensor_at_points", counted)
+    monkeypatch.setattr(shard, "merge_tensor_at_points", counted)
     return seen
 
 
@@ -342,7 +342,7 @@ def test_an_interrupted_pass_goes_on_from_its_shards(models: Models, tmp_path: P
         return merge_tensor_at_points(merges, device)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sweep_engine, "merge_tensor_at_points", interrupted)
+        patch.setattr(shard, "merge_tensor_at_points", interrupted)
         with pytest.raises(KeyboardInterrupt):
             work()
     assert all(name == TABLE or name.endswith(".partial") for name in names_in(output))
@@ -468,10 +468,39 @@ def test_a_disk_too_small_for_all_names_the_way_out(models: Models, tmp_path: Pa
 
 def test_memory_counts_what_the_shared_route_holds(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(room, "check_memory", asked.append)
+    monkeypatch.setattr(local, "check_memory", asked.append)
     result = acemerge.merge(models.base, models.experts, tmp_path / "one")
     acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]})
-    assert asked[0] > result.plan.peak_memory
+    assert asked[0] == result.plan.peak_memory
+    assert asked[1] > result.plan.peak_memory
+
+
+# --- what a sweep has in common with a merge --------------------------------------------------------------------------
+
+
+def test_a_sweep_on_several_devices_gives_the_bytes_of_one(models: Models, tmp_path: Path) -> None:
+    for device, output in (("cpu", "one"), ("cpu,cpu", "two")):
+        acemerge.sweep(models.base, models.experts, tmp_path / output, {"epsilon": [1e-5, 1e-3]}, shard_size="1kB", device=device)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+def test_a_stranger_is_told_and_noted_at_every_point(models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    models.experts[1] = write_model(tmp_path / "stranger", base_tensors(seed=9))
+
+    def sweep() -> tuple[str, list[int]]:
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, quiet=False)
+        return capfd.readouterr().err, [path.stat().st_mtime_ns for path in sorted((tmp_path / "grid").rglob("*.safetensors"))]
+
+    told, written = sweep()
+    assert told.count("warning: expert 'stranger' does not look like a fine-tune of this base") == 1
+    assert sweep()[1] == written  # everything is there already
+    for manifest in (tmp_path / "grid").rglob("acemerge_manifest.json"):
+        assert any("'stranger' does not look like" in note for note in json.loads(manifest.read_text())["notes"])
+
+
+def test_a_sweep_writes_reports_too(models: Models, tmp_path: Path) -> None:
+    acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, report=True)
+    assert len(list((tmp_path / "grid").rglob("report.html"))) == 2
 
 
 def test_nan_in_an_input_stops_all_points_and_leaves_no_folder(models: Models, tmp_path: Path) -> None:

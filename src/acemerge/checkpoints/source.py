@@ -38,6 +38,21 @@ class Source:
         return re.sub(r"[^\w.+-]", "_", stem)
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Where a recipe's models are on this machine."""
+
+    base: Source
+    experts: tuple[Source, ...]
+    names: tuple[str, ...] = ()
+    """Unique short names, the base's first."""
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of all models."""
+        return [source.path for source in (self.base, *self.experts)]
+
+
 def expand_home(path: Path) -> Path:
     """A path that may begin with ~ or ~user."""
     try:

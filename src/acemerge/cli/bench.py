@@ -98,7 +98,7 @@ def open_suite(
     _check_installed()
     from acemerge.bench.suites.options import SuiteOptions
     from acemerge.bench.suites.registry import get_suite
-    from acemerge.execute.pipeline import torch_device
+    from acemerge.execute.compute import torch_device
 
     torch_device(device)
     return get_suite(name, SuiteOptions(models, data, tuple(split_names(tasks)), device, batch_size, run_generated_code))

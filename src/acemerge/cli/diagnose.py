@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from acemerge.cli.flags import AsJson, Models, RecipeFlags, only, with_flags
+from acemerge.cli.printing import print_json
 from acemerge.diagnosis import DEFAULT_CANDIDATES
+from acemerge.recipe.run_options import RunOptions
 
 if TYPE_CHECKING:
     from acemerge.diagnosis.measure import Diagnosis
 
 
+@with_flags(
+    asked=only(RecipeFlags, "preset", "orientation", "missing"), run=only(RunOptions, "device", "threads", "offline", "quiet")
+)
 def diagnose_command(
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="BASE EXPERT...", help="The base and its fine-tunes, as for `acemerge merge`; or one recipe.yaml."
-        ),
-    ],
+    models: Models,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the page to this file, such as report.html.")
     ] = None,
@@ -40,14 +40,9 @@ def diagnose_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Forecasts and spectra from the first, middle and last layer only.")
     ] = False,
-    preset: Annotated[str | None, typer.Option(help="Which tensors merge, as for `acemerge merge`.")] = None,
-    orientation: Annotated[str | None, typer.Option(help="canonical, or stored.")] = None,
-    missing: Annotated[str | None, typer.Option(help="A tensor that some experts lack: 'error' or 'skip'.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every measurement as JSON on standard output.")] = False,
+    asked: RecipeFlags = RecipeFlags(),
+    run: RunOptions = RunOptions(),
+    as_json: AsJson = False,
 ) -> None:
     """Look at experts before merging: are they mergeable, where do they disagree, which method would lose least?
 
@@ -61,24 +56,23 @@ def diagnose_command(
     from acemerge.cli.diagnose_display import print_diagnosis
     from acemerge.diagnosis.candidates import of_recipe
     from acemerge.diagnosis.measure import measure, planned_work
-    from acemerge.execute.pipeline import compute_threads, find_sources, torch_device
+    from acemerge.execute.compute import compute_threads, torch_device
+    from acemerge.execute.opening import find_sources
     from acemerge.planning.progress import show_progress
-    from acemerge.recipe.arguments import recipe_from
     from acemerge.reports.figure import check_installed
     from acemerge.reports.page import check_report
 
     if output or figures:
         check_installed()
         check_report(output, figures)
-    flags = {"preset": preset, "orientation": orientation, "missing": missing}
-    recipe, relative_to = recipe_from(models, [], {name: value for name, value in flags.items() if value is not None})
-    sources = find_sources(recipe, relative_to, offline)
+    recipe, relative_to = asked.recipe(models)
+    sources = find_sources(recipe, relative_to, run.offline)
     candidates = methods or [*of_recipe(recipe), *DEFAULT_CANDIDATES]
-    where = torch_device(device)
-    with compute_threads(threads), show_progress(planned_work(recipe, sources), quiet=quiet or as_json) as progress:
+    where = torch_device(run.device)
+    with compute_threads(run.threads), show_progress(planned_work(recipe, sources), quiet=run.quiet or as_json) as progress:
         found = measure(recipe, sources, progress, candidates=candidates, device=where, quick=quick)
     if as_json:
-        print(json.dumps(found.to_json(), indent=1))
+        print_json(found.to_json())
     else:
         print_diagnosis(found)
     if output or figures:

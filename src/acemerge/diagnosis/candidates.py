@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acemerge.checkpoints.source import Sources
 from acemerge.errors import InputError, MergeError
+from acemerge.execute.opening import make_plan
 from acemerge.execute.passes import Gathered, gather_statistics
-from acemerge.execute.pipeline import Sources, make_plan
 from acemerge.methods import Merged, get_method
 from acemerge.numerics.frame import Frame
 from acemerge.planning.plan import Plan, PlannedTensor

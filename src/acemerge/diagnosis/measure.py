@@ -14,13 +14,14 @@ from torch import Tensor
 
 from acemerge import __version__
 from acemerge.checkpoints.families import align_names
+from acemerge.checkpoints.source import Sources
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.candidates import Candidate, common_core, plan_candidates
 from acemerge.diagnosis.entries import Entries, read_entries
 from acemerge.diagnosis.interference import Objective
 from acemerge.diagnosis.spectra import Spectra, measure_spectra
 from acemerge.errors import MergeError
-from acemerge.execute.pipeline import Sources, make_plan
+from acemerge.execute.opening import make_plan
 from acemerge.methods import get_method
 from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity, regulariser_share
 from acemerge.numerics.covariance import Experts

@@ -6,7 +6,7 @@ bytes are the same. On a CPU a tensor's own work is shared by threads instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,16 +18,20 @@ _ENTRIES = 2**24
 """Of tensors that are merged at once: as many as a matrix has that keeps a GPU busy, 4096 x 4096. Not measured."""
 
 
-def together(tensors: Iterable[PlannedTensor], device: torch.device) -> list[list[PlannedTensor]]:
-    """Neighbours in groups to be merged at once: no larger together than a large one is alone, so that memory stays bounded."""
-    groups: list[list[PlannedTensor]] = []
+def together(rows: Iterable[Sequence[PlannedTensor]], device: torch.device) -> list[list[Sequence[PlannedTensor]]]:
+    """Neighbours in groups to be merged at once: no larger together than a large one is alone, so that memory stays bounded.
+
+    A row is one tensor as every plan has it.
+    """
+    groups: list[list[Sequence[PlannedTensor]]] = []
     room = 0
-    for tensor in tensors:
-        if not groups or device.type not in _DEVICES or tensor.header.elements > room:
+    for row in rows:
+        entries = len(row) * row[0].header.elements
+        if not groups or device.type not in _DEVICES or entries > room:
             groups.append([])
             room = _ENTRIES
-        groups[-1].append(tensor)
-        room -= tensor.header.elements
+        groups[-1].append(row)
+        room -= entries
     return groups
 
 

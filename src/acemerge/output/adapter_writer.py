@@ -25,7 +25,7 @@ from acemerge.planning.plan import ADAPTER_WEIGHTS, Plan, PlannedTensor
 from acemerge.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from acemerge.execute.pipeline import Sources
+    from acemerge.checkpoints.source import Sources
     from acemerge.tensors.task_vectors import MergedFactors
 
 PREFIX = "base_model.model."

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from acemerge import __version__
 from acemerge.checkpoints.side_files import copy_side_file
+from acemerge.checkpoints.source import Source, Sources
 from acemerge.output.adapter_writer import overall_error, write_adapter_config
 from acemerge.output.staging import Staging
-from acemerge.output.writer import MANIFEST, write_manifest
+from acemerge.output.writer import write_manifest
 from acemerge.planning.plan import Plan
-from acemerge.reports.account import parse_account
-from acemerge.reports.merge_report import merge_page
-from acemerge.reports.page import write_report
 
-if TYPE_CHECKING:
-    from acemerge.checkpoints.source import Source
-    from acemerge.execute.pipeline import Sources
-
-REPORT = "report.html"
 Hashes = Mapping[str, Mapping[str, str]]
 
 
-def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, report: bool = False) -> None:
-    """Everything of the output folder but the weights and the heads."""
+def write_documents(
+    plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, add_page: Callable[[dict[str, Any], Path], None] | None = None
+) -> None:
+    """Everything of the output folder but the weights and the heads; `add_page` makes a page of the manifest's content."""
     folder = staging.folder
     if plan.recipe.save_as == "adapter":
         write_adapter_config(plan, sources, folder)
@@ -45,8 +40,8 @@ def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hash
     written = {shard: record["sha256"] for shard, record in shards.items()}
     parts = {path: sha for record in shards.values() for path, sha in record["parts"].items()}
     account = manifest(plan, staging, hashes)
-    if report:
-        write_report(merge_page(parse_account(account, folder / MANIFEST)), folder / REPORT)
+    if add_page:
+        add_page(account, folder)
     write_manifest(folder, account, written | parts)
 
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from acemerge.methods import get_method
+from acemerge.methods.shared_routes import find_route
 from acemerge.output.staging import partial_folder
-from acemerge.planning.plan import Plan
+from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.recipe.sizes import human_bytes
 
 FORCE = "or pass --force to try"
 _DOCUMENTS, _DOCUMENTS_PER_TENSOR = 20_000, 2_000  # bytes of card, recipe, manifest and index
-
-
-def check_resources(output: Path, plan: Plan, *, on_cpu: int = 1, at_once: int = 1) -> list[str]:
-    """A problem report for each of disk and memory that cannot hold this merge.
-
-    So many shards are merged at once, and so many of them in this machine's main memory.
-    """
-    found = [check_space(output, needed_space(plan, at_once)), check_memory(plan.peak_memory * on_cpu)]
-    return [problem for problem in found if problem]
 
 
 def needed_space(plan: Plan, at_once: int = 1) -> int:
@@ -40,6 +34,21 @@ def check_space(output: Path, needed: int) -> str | None:
         return None
     short = f"needs {human_bytes(needed)}, the disk has {human_bytes(free)} free"
     return f"output {output}: {short}; make room, use another disk, {FORCE}"
+
+
+def peak_memory(plans: Sequence[Plan]) -> int:
+    """Estimated peak of this process's own memory while plans that differ in their options alone are carried out together."""
+    return max(plans[0].peak_memory, *(tensor_memory(tensor, len(plans)) for tensor in plans[0].tensors))
+
+
+def tensor_memory(tensor: PlannedTensor, settings: int) -> int:
+    """The same of one tensor: with what its method's shared route holds besides, if there are several settings."""
+    route = find_route(tensor.method) if tensor.method and settings > 1 else None
+    if route is None or tensor.method is None:
+        return tensor.peak_memory
+    shape = tensor.core_shape
+    more = route.float64_elements(*shape) - get_method(tensor.method).float64_elements(*shape)
+    return tensor.peak_memory + int(8 * max(0.0, more))
 
 
 def check_memory(needed: int) -> str | None:

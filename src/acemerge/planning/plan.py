@@ -170,6 +170,8 @@ class Plan:
     notes: tuple[str, ...]
     data: Data | None = None
     """For methods that use it."""
+    strangers: tuple[str, ...] = ()
+    """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base."""
 
     @cached_property
     def shards(self) -> dict[str, tuple[PlannedTensor, ...]]:
@@ -261,7 +263,7 @@ class Plan:
             "tensors": [tensor_record(tensor, shard, self.experts) for shard, group in self.shards.items() for tensor in group],
             "omitted": dict(self.omitted),
             "heads": {self.experts[head.expert].name: list(head.tensors) for head in self.heads},
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self.strangers],
         }
 
     @cached_property
@@ -270,7 +272,8 @@ class Plan:
         models = (self.base, *self.experts)
         files = [[model.name, stamp.path.name, stamp.size, stamp.modified_ns] for model in models for stamp in model.stamps]
         headers = [[name, header.dtype, *header.shape] for model in models for name, header in model.tensors.items()]
-        content = json.dumps([__version__, self.to_json(), files, headers], sort_keys=True, default=str)
+        decisions = {**self.to_json(), "notes": list(self.notes)}
+        content = json.dumps([__version__, decisions, files, headers], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()
 
 

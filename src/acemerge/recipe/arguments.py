@@ -44,12 +44,14 @@ def parse_settings(settings: Sequence[str], flag: str = "-s") -> dict[str, Any]:
     >>> parse_settings(["epsilon=1e-3", "refine=false"])
     {'epsilon': 0.001, 'refine': False}
     """
-    options = {}
+    options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
             raise InputError(f"{flag} {setting}: write it as KEY=VALUE, such as epsilon=1e-5")
-        options[name.strip()] = parse_value(value.strip())
+        if (name := name.strip()) in options:
+            raise InputError(f"{flag} {name}: is given twice; give it once")
+        options[name] = parse_value(value.strip())
     return options
 
 

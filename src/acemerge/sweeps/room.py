@@ -1,4 +1,4 @@
-"""Whether a sweep fits: its models on the disk, its largest tensor in memory; and how many models at a time."""
+"""Whether a sweep's models fit on the disk, and how many at a time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from acemerge.methods import get_method
-from acemerge.methods.shared_routes import find_route
-from acemerge.output.resources import FORCE, check_memory, needed_space
+from acemerge.output.resources import FORCE, needed_space
 from acemerge.output.staging import partial_folder
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
 from acemerge.recipe.sizes import human_bytes
 
 _MOST_AT_ONCE = 100  # models written side by side: each has a file open
 
 
-def check_room(output: Path, names: Sequence[str], plans: Sequence[Plan], device: str) -> list[str]:
-    """A problem report for each of disk and memory that cannot hold all these models at once."""
+def check_room(output: Path, names: Sequence[str], plans: Sequence[Plan]) -> list[str]:
+    """A problem report if the disk cannot hold all these models at once."""
     needed, free = sum(map(needed_space, plans)), _free(output, names)
     problems = []
     if needed > free:
@@ -25,10 +23,10 @@ def check_room(output: Path, names: Sequence[str], plans: Sequence[Plan], device
             f"output {output}: {_count(plans)} need {human_bytes(needed)}, the disk has {human_bytes(free)} free; give "
             f"--evaluate COMMAND, which writes a few at a time and keeps the best, or fewer values, or another disk, {FORCE}"
         )
-    return problems + _memory_problems(plans, device)
+    return problems
 
 
-def check_room_for_some(output: Path, plans: Sequence[Plan], device: str, at_once: int | None) -> list[str]:
+def check_room_for_some(output: Path, plans: Sequence[Plan], at_once: int | None) -> list[str]:
     """The same where models are removed once they are evaluated: so many at a time, and the best so far."""
     one = max(map(needed_space, plans), default=0)
     needed = one * ((at_once or 1) + 1)
@@ -38,7 +36,7 @@ def check_room_for_some(output: Path, plans: Sequence[Plan], device: str, at_onc
             f"output {output}: {at_once or 1} at a time and the best one need {human_bytes(needed)}, the disk has "
             f"{human_bytes(_free(output))} free; make room, use another disk, {FORCE}"
         )
-    return problems + _memory_problems(plans, device)
+    return problems
 
 
 def fitting_at_once(output: Path, plans: Sequence[Plan]) -> int:
@@ -66,20 +64,3 @@ def _free(output: Path, names: Sequence[str] = ()) -> int:
 
 def _count(plans: Sequence[Plan]) -> str:
     return "1 model" if len(plans) == 1 else f"{len(plans)} models"
-
-
-def _memory_problems(plans: Sequence[Plan], device: str) -> list[str]:
-    if device != "cpu" or not plans:
-        return []
-    problem = check_memory(max(plans[0].peak_memory, *map(_peak_memory, plans[0].tensors)))
-    return [problem] if problem else []
-
-
-def _peak_memory(tensor: PlannedTensor) -> int:
-    """With what the method's shared route holds besides."""
-    route = find_route(tensor.method) if tensor.method else None
-    if route is None or tensor.method is None:
-        return tensor.peak_memory
-    shape = tensor.core_shape
-    more = route.float64_elements(*shape) - get_method(tensor.method).float64_elements(*shape)
-    return tensor.peak_memory + int(8 * max(0.0, more))

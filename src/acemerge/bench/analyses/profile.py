@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from acemerge.bench.suites.plan import suite_recipe
 from acemerge.bench.suites.registry import Suite
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis, measure
-from acemerge.execute.pipeline import find_sources
+from acemerge.execute.opening import find_sources
 from acemerge.planning.layer_names import kinds_in_order
 from acemerge.planning.progress import SilentProgress
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from acemerge.bench.suites.registry import Suite
-from acemerge.execute.pipeline import find_sources, make_plan
+from acemerge.execute.opening import find_sources, make_plan
 from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.recipe.recipe import Recipe, make_recipe
 from acemerge.tensors.task_vectors import load_task_vectors

@@ -14,7 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,12 +26,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from acemerge import __version__
 from acemerge.errors import InputError, MergeError
-from acemerge.execute.local import Record
-from acemerge.execute.passes import Gathered
-from acemerge.execute.ray_task import Order, write_shard
+from acemerge.execute.engines.registry import Work
+from acemerge.execute.opening import Scene
+from acemerge.execute.ray_task import Order, Part, write_shard
+from acemerge.execute.shard import Record
 from acemerge.methods import get_method
-from acemerge.output.resources import FORCE, check_resources
-from acemerge.output.staging import Staging
+from acemerge.output.resources import FORCE, check_memory, peak_memory, tensor_memory
 from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.planning.progress import Progress
 from acemerge.recipe.sizes import human_bytes
@@ -89,22 +89,28 @@ def _check_answers(address: str) -> None:
 class RayEngine:
     """Carries out shards as tasks of the cluster that this process is connected to."""
 
-    plan: Plan
-    order: Order
-    """With nothing gathered yet."""
-    worker_device: str
-    threads: int
+    scene: Scene
+
+    @property
+    def threads(self) -> int:
+        """Of a task."""
+        return self.scene.run.threads or 1
 
     @property
     def device(self) -> torch.device:
-        """Where statistics passes compute: in this process, whose machine may have no GPU."""
+        """Where passes over the whole model compute: in this process, whose machine may have no GPU."""
         return torch.device("cpu")
 
-    def problems(self, output: Path) -> list[str]:
+    def at_once(self, plan: Plan) -> int:
+        """As many as the cluster has room for."""
+        return len(plan.shards)
+
+    def problems(self, plans: Sequence[Plan]) -> list[str]:
         """What this machine and the cluster's lack for it."""
-        on_cpu = int(any(_has_pass(tensor.method) for tensor in self.plan.tensors))
-        found = check_resources(output, self.plan, on_cpu=on_cpu, at_once=len(self.plan.shards))
-        needed = self.resources(self.plan.shards)
+        has_pass = any(_has_pass(tensor.method) for tensor in plans[0].tensors)
+        problem = check_memory(peak_memory(plans)) if has_pass else None
+        found = [problem] if problem else []
+        needed = self.resources(plans, plans[0].shards)
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(all(machine.get(name, 0) >= amount for name, amount in needed.items()) for machine in machines):
             wanted = [f"{needed['CPU']} CPUs (--threads)", f"{human_bytes(needed['memory'])} of memory"]
@@ -115,32 +121,36 @@ class RayEngine:
             )
         return found
 
-    def run(self, shards: Sequence[str], gathered: Gathered, staging: Staging, progress: Progress) -> None:
-        """Write these shards of the plan."""
-        if len(shards) == 1:
+    def run(self, work: Work, progress: Progress) -> None:
+        """A task for every shard."""
+        if len(work.shards) == 1:
             progress.say("one shard: one machine does all the work; a smaller --shard-size makes more shards")
-        unseen = {tensor.name: tensor for shard in shards for tensor in self.plan.shards[shard]}
-        run = _Run(self, ray.put(_packed(self.order, gathered)), staging, progress, unseen)
+        unseen = {tensor.name: tensor for shard in work.shards for tensor in work.plans[0].shards[shard]}
+        run = _Run(self, work, ray.put(self._packed_order(work)), progress, unseen)
         try:
-            for shard in shards:
+            for shard in work.shards:
                 run.start(shard)
             while run.tasks:
                 run.take_next()
         finally:
             run.cancel()
 
-    def resources(self, shards: Iterable[str]) -> dict[str, int]:
+    def resources(self, plans: Sequence[Plan], shards: Iterable[str]) -> dict[str, int]:
         """What a task takes: enough for the largest tensor of any of these shards."""
-        largest = max(tensor.peak_memory for shard in shards for tensor in self.plan.shards[shard])
-        return {"CPU": self.threads, "memory": largest + _PROCESS_MEMORY, "GPU": int(self.worker_device != "cpu")}
+        largest = max(tensor_memory(tensor, len(plans)) for shard in shards for tensor in plans[0].shards[shard])
+        return {"CPU": self.threads, "memory": largest + _PROCESS_MEMORY, "GPU": int(self.scene.run.device != "cpu")}
 
-
-@dataclass(frozen=True)
-class _Task:
-    """One try at a shard, and the folder that it writes in."""
-
-    shard: str
-    folder: Path
+    def _packed_order(self, work: Work) -> bytes:
+        recipes, digests = [plan.recipe for plan in work.plans], [plan.digest for plan in work.plans]
+        try:
+            packed: bytes = cloudpickle.dumps(Order(recipes, self.scene, digests, Path.cwd(), work.gathered))
+        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
+            methods = {str(method) for found in work.gathered.values() for method, _ in found}
+            who = ", ".join(sorted(methods)) or "the suite"
+            raise InputError(
+                f"--engine ray: what {who} gathered cannot be sent to other processes ({error}); use --engine local"
+            ) from None
+        return packed
 
 
 @dataclass
@@ -148,35 +158,37 @@ class _Run:
     """The tasks under way, and what has come of them so far."""
 
     engine: RayEngine
+    work: Work
     order: Any
     """Where Ray keeps the packed order."""
-    staging: Staging
     progress: Progress
     unseen: dict[str, PlannedTensor]
     """The tensors that the user has not been told of."""
-    tasks: dict[Any, _Task] = field(default_factory=dict)
+    tasks: dict[Any, Part] = field(default_factory=dict)
     """By the generator of their messages."""
     tries: Counter[str] = field(default_factory=Counter)
 
     def start(self, shard: str) -> None:
-        """Hand a shard to the cluster."""
+        """Hand a shard to the cluster, to be written in new folders."""
         self.tries[shard] += 1
-        folder = self.staging.folder / f".acemerge-{uuid4().hex}"
-        folder.mkdir()
-        needed = self.engine.resources([shard])
+        stagings = {point: self.work.stagings[point] for point in self.work.shards[shard]}
+        part = Part(shard, {point: staging.folder / f".acemerge-{uuid4().hex}" for point, staging in stagings.items()})
+        for folder in part.folders.values():
+            folder.mkdir()
+        needed = self.engine.resources(self.work.plans, [shard])
         # Whether to try again is decided here: only if a worker died, a number of times, and in view of the user.
         task = ray.remote(write_shard).options(
             num_returns="streaming", max_retries=0, name=f"acemerge {shard}", scheduling_strategy="SPREAD",
             num_cpus=needed["CPU"], num_gpus=needed["GPU"], memory=needed["memory"],
         )  # fmt: skip
-        messages = task.remote(self.order, shard, folder, self.engine.worker_device, self.engine.threads)
-        self.tasks[messages] = _Task(shard, folder)
+        messages = task.remote(self.order, part, self.engine.scene.run.device, self.engine.threads)
+        self.tasks[messages] = part
 
     def take_next(self) -> None:
         """Wait until one of the tasks has something to say."""
         [messages], _ = ray.wait([*self.tasks], num_returns=1)
         try:
-            message: str | Record = ray.get(next(messages))
+            message: str | list[Record] = ray.get(next(messages))
         except RayTaskError as error:
             raise _as_locally(error) from error
         except RayError as error:
@@ -192,27 +204,30 @@ class _Run:
         if name in self.unseen:
             self.progress.advance(self.unseen.pop(name))
 
-    def _finish(self, task: _Task, record: Record) -> None:
+    def _finish(self, part: Part, records: Sequence[Record]) -> None:
         """Move a whole shard and its parts to their places."""
-        for name in (task.shard, *record["parts"]):
-            place = self.staging.folder / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            (task.folder / name).replace(place)
-        shutil.rmtree(task.folder)
-        self.staging.finish(task.shard, record)
+        for (point, folder), record in zip(part.folders.items(), records, strict=True):
+            staging = self.work.stagings[point]
+            for name in (part.shard, *record["parts"]):
+                place = staging.folder / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).replace(place)
+            shutil.rmtree(folder)
+            staging.finish(part.shard, record)
 
-    def _start_again(self, task: _Task, error: RayError) -> None:
+    def _start_again(self, part: Part, error: RayError) -> None:
         """A worker died, by a signal or with its machine. One that always dies, dies of the shard."""
-        shutil.rmtree(task.folder)
+        for folder in part.folders.values():
+            shutil.rmtree(folder)
         reason = " ".join(str(error).split()).partition(". ")[0]
-        tried = self.tries[task.shard]
+        tried = self.tries[part.shard]
         if tried == TRIES:
             raise MergeError(
-                f"{task.shard}: its worker died {TRIES} times ({reason}); nothing was published. Machines with more memory, or a "
+                f"{part.shard}: its worker died {TRIES} times ({reason}); nothing was published. Machines with more memory, or a "
                 "smaller --shard-size, may help; repeat the command to go on"
             )
-        self.progress.say(f"{task.shard}: its worker died ({reason}); starting it again, try {tried + 1} of {TRIES}")
-        self.start(task.shard)
+        self.progress.say(f"{part.shard}: its worker died ({reason}); starting it again, try {tried + 1} of {TRIES}")
+        self.start(part.shard)
 
     def cancel(self) -> None:
         """End what is still under way, and wait for its end, so that nobody writes to the staging folder any more."""
@@ -222,19 +237,9 @@ class _Run:
             with suppress(RayError, StopIteration):
                 while ray.wait([messages], timeout=_ENDING_SECONDS)[0]:
                     ray.get(next(messages))
-        for task in self.tasks.values():
-            shutil.rmtree(task.folder, ignore_errors=True)
-
-
-def _packed(order: Order, gathered: Gathered) -> bytes:
-    try:
-        packed: bytes = cloudpickle.dumps(replace(order, gathered=gathered))
-    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
-        methods = ", ".join(sorted({str(method) for method, _ in gathered})) or "the suite"
-        raise InputError(
-            f"--engine ray: what {methods} gathered cannot be sent to other processes ({error}); use --engine local"
-        ) from None
-    return packed
+        for part in self.tasks.values():
+            for folder in part.folders.values():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _as_locally(error: RayTaskError) -> Exception:

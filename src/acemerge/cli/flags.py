@@ -1,0 +1,134 @@
+"""Flags, declared once: a command that takes a group of options gets a flag for each of its fields."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import Field, dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from acemerge.errors import InputError
+from acemerge.recipe.arguments import recipe_from
+from acemerge.recipe.recipe import Recipe
+from acemerge.recipe.run_options import option
+
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="BASE EXPERT...",
+        help="The base and its fine-tunes: folders, weight files, PEFT adapters or hub ids (org/name\\[@revision]). "
+        "Or one recipe.yaml.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output, for programs.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFlags:
+    """A recipe's fields as far as flags give them."""
+
+    method: list[str] | None = option(None, "Merging method, 'ace' by default; see `acemerge methods`.", "-m", "--method")
+    settings: list[str] | None = option(
+        None, "An option of the method, such as epsilon=1e-5; repeatable.", "-s", "--set", metavar="KEY=VALUE"
+    )
+    data: str | None = option(
+        None,
+        "For methods that use data (regmean, fisher, ...): a suite of `acemerge bench`, such as text-8, or a folder with "
+        "a file per expert, <expert>.jsonl or <expert>.safetensors.",
+        metavar="SUITE|FOLDER",
+    )
+    preset: str | None = option(None, "Which tensors merge: auto (from the base's config), bert, gpt2, llm, t5, vit or generic.")
+    orientation: str | None = option(
+        None, "canonical: matrices as \\[out, in] whatever their storage. stored: as they lie in the file."
+    )
+    missing: str | None = option(None, "A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it.")
+    dtype: str | None = option(
+        None, "Output dtype: float32, bfloat16, float16 or float64; by default each tensor keeps the base's."
+    )
+    save_as: str | None = option(
+        None, "What to write: 'model', or 'adapter' to merge LoRA adapters into one LoRA adapter.", "--as"
+    )
+    rank: int | None = option(
+        None, "With --as adapter: the largest rank to write. By default the merge's own, with nothing left out.", least=1
+    )
+    shard_size: str | None = option(None, "Largest output file, such as 500MB; 5GB by default.")
+    allow_nonfinite: bool = option(
+        False, "NaN or infinite values in a model: average such tensors and warn, instead of stopping.", "--allow-nonfinite"
+    )
+
+    def recipe(self, models: list[str]) -> tuple[Recipe, Path]:
+        """The recipe that the models and these flags describe, and the folder its paths are relative to."""
+        if len(self.method or []) > 1:
+            raise InputError(f"-m {', -m '.join(self.method or [])}: a merge has one method; give -m once")
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("method", "settings")}
+        given["method"] = self.method[0] if self.method else None
+        flags = {name: value for name, value in given.items() if value not in (None, False)}
+        return recipe_from(models, self.settings or [], flags)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A class of options whose fields become flags, or some of them."""
+
+    kind: type
+    names: tuple[str, ...]
+
+    def make(self, values: dict[str, Any]) -> Any:
+        """The options, with what was given."""
+        return self.kind(**values)
+
+
+def only(kind: type, *names: str) -> Group:
+    """These fields."""
+    return Group(kind, names)
+
+
+def without(kind: type, *names: str) -> Group:
+    """All but these fields."""
+    return Group(kind, tuple(field.name for field in fields(kind) if field.name not in names))
+
+
+def with_flags(**groups: Group | type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command's parameters of these names be made of flags, one for each field.
+
+    >>> @with_flags(run=only(RunOptions, "device"))
+    ... def command(run: RunOptions) -> None: ...
+    >>> list(inspect.signature(command).parameters)
+    ['device']
+    """
+    chosen = {name: group if isinstance(group, Group) else without(group) for name, group in groups.items()}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+
+        @wraps(command)
+        def call(**given: Any) -> None:
+            made = {name: group.make({field: given.pop(field) for field in group.names}) for name, group in chosen.items()}
+            command(**given, **made)
+
+        call.__signature__ = signature.replace(parameters=list(_spread(signature, chosen)))  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _spread(signature: inspect.Signature, groups: dict[str, Group]) -> Iterable[inspect.Parameter]:
+    """The parameters of a command, with those of a group in the group's place."""
+    for name, parameter in signature.parameters.items():
+        if name not in groups:
+            yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            continue
+        group = groups[name]
+        known, hints = {field.name: field for field in fields(group.kind)}, get_type_hints(group.kind)
+        for field_name in group.names:
+            yield _parameter(known[field_name], hints[field_name])
+
+
+def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
+    about = field.metadata
+    flag = typer.Option(*about["names"], help=about["help"], min=about["least"], metavar=about["metavar"])
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, flag])

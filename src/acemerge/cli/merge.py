@@ -1,0 +1,63 @@
+"""`acemerge merge`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acemerge.cli.flags import AsJson, Models, RecipeFlags, with_flags
+from acemerge.cli.printing import print_json, telling_of
+from acemerge.recipe.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from acemerge.execute.pipeline import MergeResult
+
+
+@with_flags(asked=RecipeFlags, run=RunOptions)
+def merge_command(
+    models: Models,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
+    asked: RecipeFlags,
+    run: RunOptions,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Also list every tensor: what was done, and how it came out.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge a base's fine-tunes into one model.
+
+    [bold]acemerge merge llama llama-math llama-code -o merged[/]          ACE-Merging, the default
+
+    [bold]acemerge merge gpt2 a b c -o out -m ace -s epsilon=4e-2[/]        one option set
+
+    [bold]acemerge merge recipe.yaml -o out[/]                             the same from a file, plus per-tensor rules
+
+    [bold]acemerge merge llama lora-a lora-b -o out --as adapter[/]        LoRA adapters into one; without --as, into a full model
+
+    [bold]acemerge merge base a b -o out -m regmean --data rows[/]         a method that uses data: rows/a.jsonl, rows/b.jsonl
+
+    The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
+    heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
+    """
+    from acemerge.cli.display import print_result
+    from acemerge.execute.pipeline import run_merge
+
+    recipe, relative_to = asked.recipe(models)
+    result = run_merge(recipe, output, replace(run, quiet=run.quiet or as_json), relative_to=relative_to)
+    with telling_of(output):
+        if as_json:
+            print_json(_result_json(result))
+        elif not run.quiet:
+            print_result(result, verbose)
+
+
+def _result_json(result: MergeResult) -> dict[str, Any]:
+    return {
+        "output": str(result.output),
+        **result.plan.to_json(),
+        "tensors": list(result.tensors),
+        "warnings": result.warnings,
+    }

@@ -1,0 +1,111 @@
+"""What a recipe names, found and opened: models by their headers, data; and the plans that follow from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from acemerge.adapters.adapter import is_adapter, open_adapter
+from acemerge.calibration.needed import check_data_asked, check_experts_can_run
+from acemerge.checkpoints.families import choose_family
+from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
+from acemerge.checkpoints.source import Source, Sources, resolve_source
+from acemerge.errors import InputError, PreflightError
+from acemerge.planning.kinship import find_strangers
+from acemerge.planning.plan import Plan
+from acemerge.planning.planner import build_plan
+from acemerge.recipe.recipe import Recipe
+from acemerge.recipe.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from acemerge.bench.suites.registry import Suite
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What all merges of one run have in common: their models, their data, how they are carried out."""
+
+    sources: Sources
+    run: RunOptions = field(default_factory=RunOptions)
+    relative_to: Path = Path()
+    """What a recipe's paths start from."""
+    suite: Suite | None = None
+    """Stands in for the recipe's data, if that is a suite."""
+
+    def plans(self, recipes: Sequence[Recipe]) -> list[Plan]:
+        """Of recipes that differ in their options alone."""
+        return make_plans(recipes, self.sources, self.relative_to, self.suite)
+
+
+def set_scene(recipe: Recipe, run: RunOptions, relative_to: Path = Path(), suite: Suite | None = None) -> Scene:
+    """Find every model of the recipe."""
+    return Scene(find_sources(recipe, relative_to, run.offline), run, relative_to, suite)
+
+
+def find_sources(recipe: Recipe, relative_to: Path = Path(), offline: bool = False) -> Sources:
+    """Resolve every model of the recipe, downloading what is a hub id."""
+    base = resolve_source(recipe.base, relative_to=relative_to, offline=offline)
+    experts = tuple(resolve_source(e.model, relative_to=relative_to, offline=offline) for e in recipe.experts)
+    given = [expert.name for expert in recipe.experts]
+    return Sources(base, experts, _unique_names([base, *experts], [None, *given]))
+
+
+def make_plan(recipe: Recipe, sources: Sources, relative_to: Path = Path(), suite: Suite | None = None) -> Plan:
+    """Open the checkpoints (headers only) and the data, if any, and decide everything."""
+    return make_plans([recipe], sources, relative_to, suite)[0]
+
+
+def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = Path(), suite: Suite | None = None) -> list[Plan]:
+    """The same for recipes that differ in their options alone: what they read is opened once."""
+    recipe = recipes[0]
+    check_data_asked(recipe)
+    base = open_checkpoint(sources.base.path, sources.names[0])
+    problems: list[str] = []
+    experts = []
+    for source, name in zip(sources.experts, sources.names[1:], strict=True):
+        try:
+            experts.append(_open_expert(source.path, name, base, recipe.preset))
+        except PreflightError as error:
+            problems.extend(error.problems)
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise PreflightError(problems)
+    data = None
+    if recipe.data is not None:
+        from acemerge.calibration.source import open_data
+
+        check_experts_can_run(recipe, experts)
+        data = open_data(suite or recipe.data, base, experts, relative_to)
+    return [build_plan(each, base, experts, base.config, data) for each in recipes]
+
+
+def note_strangers(plans: Sequence[Plan]) -> list[Plan]:
+    """With what the weights themselves say: experts that are no fine-tunes of the base. The same models, so looked at once."""
+    strangers = tuple(find_strangers(plans[0]))
+    return [replace(plan, strangers=strangers) for plan in plans]
+
+
+def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:
+    if is_adapter(path):
+        return open_adapter(path, name, base, choose_family(preset, base.config, base.tensors))
+    return open_checkpoint(path, name)
+
+
+def _unique_names(sources: Sequence[Source], given: Sequence[str | None]) -> tuple[str, ...]:
+    """The given names, else the folders' own; those that clash are told apart by their parents' names, then by number."""
+    names = [name or source.short_name for source, name in zip(sources, given, strict=True)]
+    clashing = {name for name, count in Counter(names).items() if count > 1}
+    for index, (source, name) in enumerate(zip(sources, names, strict=True)):
+        if name in clashing and given[index] is None:
+            parent = (source.hub_id or "").split("/")[0] or source.path.resolve().parent.name
+            names[index] = f"{parent}_{name}"
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            names[index] = f"{name}_{seen[name]}"
+    return tuple(names)
