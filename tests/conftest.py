@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
@@ -14,6 +17,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 if TYPE_CHECKING:
     from command import Command
+    from model_zoo import Models
 
 install_import_hook(
     [
@@ -45,3 +49,25 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     from command import Command
 
     return Command(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Models]:
+    """Models of `model_zoo`, made when first asked for and only read: `models_of(model_zoo.llama, tied=True)`."""
+
+    @cache
+    def get(build: Callable[..., Models], **settings: Any) -> Models:
+        return build(tmp_path_factory.mktemp(build.__name__), **settings)
+
+    return get
+
+
+@pytest.fixture
+def merged_bert(models_of: Callable[..., Models], tmp_path: Path) -> Path:
+    """A merge of real models, as `acemerge merge` leaves it."""
+    import acemerge
+    import model_zoo
+
+    models = models_of(model_zoo.bert)
+    acemerge.merge(models.base, models.experts, tmp_path / "merged")
+    return tmp_path / "merged"

@@ -1,55 +1,28 @@
-"""Disk, memory, signals, and inputs that change under a merge: one clear error, no output, nothing of the user's deleted."""
+"""Disks, memory, permissions and signals under a merge: one clear error, no output, nothing of the user's deleted."""
 
 import ctypes
 import os
 import resource
-import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import acemerge
-from acemerge.errors import InputError, MergeError
+from acemerge.errors import MergeError
 from acemerge.execute import shard
-from acemerge.execute.opening import find_sources, make_plan
-from acemerge.output import publishing, resources
-from acemerge.output.resources import check_memory, needed_space
-from acemerge.planning.plan import Plan, PlannedTensor
-from acemerge.recipe.recipe import make_recipe
-from acemerge.tensors import task_vectors
 from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
-from child import CANNOT_MOUNT, Ended, command, fork, in_child, wait, with_own_mounts
-from interruption import one_by_one, stop_at
+from child import command, fork, in_child, wait, with_own_mounts
+from interruption import one_by_one
+from merging_child import ended_well, merge_command, merged_bytes
 from small_models import Models, write_model, write_models
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> Models:
-    return write_models(tmp_path)
-
-
-def merge_command(models: Models, output: Path, *flags: object) -> Callable[[], None]:
-    return lambda: command("merge", *models.arguments, "-o", output, "-q", *flags)
-
-
-def ended_well(ended: Ended) -> tuple[int, str]:
-    if ended.code == CANNOT_MOUNT:
-        pytest.skip("needs the right to mount")
-    assert "Traceback" not in ended.err
-    return ended.code, ended.err
-
-
 # --- disk --------------------------------------------------------------------------------------------------------------
-
-
 def on_a_disk(folder: Path, size: str, work: Callable[[], object], *more: list[str]) -> tuple[int, str]:
     """Do some work in a child for which `folder` is a small disk of its own."""
     folder.mkdir(exist_ok=True)
@@ -160,54 +133,6 @@ def test_inputs_and_outputs_without_permission(tmp_path: Path, forbidden: str, c
         assert not list((place / "open").iterdir())
 
 
-@pytest.mark.parametrize("method", ["ace", "emr", "tall_mask", "twin"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_space_check_covers_all_that_is_written(tmp_path: Path, method: str, dtype: str) -> None:
-    """Of per-task methods, shared/ and tasks/ too, which a merge of T experts can make larger than the model."""
-    generator = torch.Generator().manual_seed(0)
-    base = {"a.weight": torch.randn(300, 200, generator=generator), "b.bias": torch.randn(5000, generator=generator)}
-    write_model(tmp_path / "base", base)
-    names = [f"expert-{i}" for i in range(4)]
-    for name in names:
-        changed = {k: w + 0.1 * torch.randn(w.shape, generator=generator) for k, w in base.items()}
-        write_model(tmp_path / name, changed | {"classifier.weight": torch.randn(30, 200)})
-    result = acemerge.merge(tmp_path / "base", [tmp_path / n for n in names], tmp_path / "out", method=method, dtype=dtype)
-    written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
-    predicted = needed_space(result.plan)
-    assert written < predicted < 2.5 * written + 50_000
-
-
-# --- memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_too_little_memory_is_refused_unless_forced(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "available_memory", lambda: 100)
-    with pytest.raises(InputError, match=r"needs about .* 100 B are free; .* or pass --force to try"):
-        acemerge.merge(models.base, models.experts, tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
-    acemerge.merge(models.base, models.experts, tmp_path / "out", force=True)
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    inner = tmp_path / "groups/outer/inner"
-    inner.mkdir(parents=True)
-    (tmp_path / "own").write_text("0::/outer/inner\n")
-    for folder, limit in ((inner, "max"), (inner.parent, "5000")):
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.stat").write_text("anon 2000\nfile 900000\n")
-    assert resources._container_memory(tmp_path / "groups", tmp_path / "own") == 3000
-    assert resources._container_memory(tmp_path / "groups", tmp_path / "nowhere") is None
-
-
-def test_the_machines_own_memory_is_known_on_linux() -> None:
-    if not sys.platform.startswith("linux"):
-        pytest.skip("reads Linux's account of memory")
-    free = resources.available_memory()
-    assert free is not None
-    assert 10_000_000 < free < 10**15
-    assert check_memory(10**18) is not None
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of a process's memory")
 def test_running_out_of_memory_is_one_sentence(tmp_path: Path) -> None:
     """An address space in which the program fits, and the largest tensor's work does not."""
@@ -226,168 +151,7 @@ def test_running_out_of_memory_is_one_sentence(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-# --- inputs that change ------------------------------------------------------------------------------------------------
-
-
-def meddling(change: Callable[[], None], at: str) -> Callable[..., MergedTensor]:
-    """A merge_tensor during which somebody else does something."""
-
-    def merge(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
-        if planned.name == at:
-            change()
-        return merge_tensor(plan, planned, device, statistics)
-
-    return merge
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def rewrite(path: Path) -> None:
-    path.write_bytes(path.read_bytes())
-
-
-def replace(path: Path) -> None:
-    shutil.copy2(path, path.with_name("new"))
-    path.with_name("new").rename(path)
-
-
-@pytest.mark.parametrize("change", [truncate, rewrite, replace, Path.unlink])
-@pytest.mark.parametrize("last", [False, True])
-def test_an_input_that_changes_while_it_is_merged(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], last: bool
-) -> None:
-    """Noticed at the next read or, if there is none, before anything is published."""
-    path = models.experts[1] / "model.safetensors"
-    names = [tensor.name for tensor in acemerge.merge(models.base, models.experts, tmp_path / "first").plan.tensors]
-    meddle = meddling(lambda: change(path), names[-1] if last else "layers.0.weight")
-    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(meddle))
-    if last:  # all reads of the merge are over
-        monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(late(change, path, names[-1])))
-    with pytest.raises(MergeError, match=r"expert-1/model\.safetensors: (was changed|cannot be read any more)"):
-        acemerge.merge(models.base, models.experts, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def late(change: Callable[[Path], None], path: Path, name: str) -> Callable[..., MergedTensor]:
-    def merge(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
-        merged = merge_tensor(plan, planned, device, statistics)
-        if planned.name == name:
-            merged.value.clone()
-            change(path)
-        return merged
-
-    return merge
-
-
-def test_a_file_that_shrinks_under_a_read_ends_the_command_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the check, in the middle of a read: the kernel sends SIGBUS."""
-    tensors = {"a.weight": torch.randn(600, 600)}
-    expert = write_model(tmp_path / "expert", {"a.weight": -tensors["a.weight"]})
-    models = Models(write_model(tmp_path / "base", tensors), [expert])
-    original = task_vectors._to_method
-    calls: list[torch.Tensor] = []
-
-    def shrink(stored: torch.Tensor, transposed: bool) -> torch.Tensor:
-        calls.append(stored)
-        if len(calls) == 2:  # the expert's
-            os.truncate(tmp_path / "expert/model.safetensors", 200)
-        return original(stored, transposed)
-
-    monkeypatch.setattr(task_vectors, "_to_method", shrink)
-    ended = in_child(merge_command(models, tmp_path / "out"))
-    assert ended.code == 1
-    assert "an input file shrank, or its disk failed" in ended.err
-    assert not (tmp_path / "out").exists()
-
-
-def edit_silently(path: Path) -> None:
-    """Other content, same size and date."""
-    before = path.stat()
-    tensors = load_file(path)
-    tensors["layers.0.weight"] += 1
-    save_file(tensors, path, metadata={"format": "pt"})
-    assert path.stat().st_size == before.st_size
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
-    def slow_enough(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
-        time.sleep(0.05)  # the hashes on the side must be there when the shard is
-        return stop_at("layers.1.weight", [])(plan, planned, device, statistics)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shard, "merge_tensor_at_points", one_by_one(slow_enough))
-        with pytest.raises(KeyboardInterrupt):
-            acemerge.merge(models.base, models.experts, output, shard_size="1kB", **options)  # type: ignore[arg-type]
-
-
-def merged_bytes(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-
-
-def test_verify_notices_an_input_that_only_its_content_betrays(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(models, tmp_path / "out", monkeypatch, verify=True)
-    edit_silently(models.experts[0] / "model.safetensors")
-    acemerge.merge(models.base, models.experts, tmp_path / "fresh", shard_size="1kB")
-    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", verify=True)
-    assert merged_bytes(tmp_path / "out") == merged_bytes(tmp_path / "fresh")
-
-
-def test_without_verify_such_an_input_is_noticed_before_publishing(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(models, tmp_path / "out", monkeypatch)
-    edit_silently(models.experts[0] / "model.safetensors")
-    with pytest.raises(MergeError, match="not what the interrupted run read"):
-        acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB")
-    assert not (tmp_path / "out").exists()
-    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", resume=False)
-
-
-def test_a_header_counts_even_where_the_plan_does_not_use_it(models: Models) -> None:
-    """Same size, same date, and a tensor that is copied from the base: an interrupted run's shards are not reused."""
-    recipe = make_recipe({"base": str(models.base), "experts": [str(models.experts[0])]})
-    before = make_plan(recipe, find_sources(recipe)).digest
-    path = models.experts[0] / "model.safetensors"
-    status, content = path.stat(), path.read_bytes()
-    path.write_bytes(content.replace(b'"I64"', b'"U64"'))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert path.read_bytes() != content
-    assert make_plan(recipe, find_sources(recipe)).digest != before
-
-
-def test_verify_reuses_shards_of_the_same_bytes(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt(models, tmp_path / "out", monkeypatch)
-    calls: list[str] = []
-    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("", calls)))
-    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", verify=True)
-    assert 0 < len(calls) < 6
-
-
-def test_what_became_of_an_interrupted_run_is_said(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "going on: "),
-        ({"dtype": "float16"}, "starting over: "),
-        ({"resume": False}, "starting over, as"),
-    ]
-    for options, said in cases:
-        interrupt(models, tmp_path / "out", monkeypatch)
-        acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", quiet=False, **options)
-        assert said in capsys.readouterr().err
-        shutil.rmtree(tmp_path / "out")
-
-
 # --- signals and exit codes --------------------------------------------------------------------------------------------
-
-
 def interrupted(models: Models, output: Path, work: Callable[[], object]) -> tuple[int, str]:
     """Ctrl-C during a merge that does `work` instead of merging a tensor."""
     reader, writer = os.pipe()
@@ -439,43 +203,3 @@ def test_the_unforeseen_is_one_sentence_too(models: Models, tmp_path: Path, monk
     assert code == 1
     assert "acemerge: error: unexpected ZeroDivisionError: division by zero; nothing was published. This is a bug" in err
     assert not list(tmp_path.glob("out*"))
-
-
-# --- replacing an output -----------------------------------------------------------------------------------------------
-
-
-def test_a_kill_between_two_renames_is_undone(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where folders cannot be exchanged, the earlier output is back after the next run's start, whatever becomes of that."""
-    acemerge.merge(models.base, models.experts, tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / "out.replaced")
-    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", [])))
-    with pytest.raises(InputError, match="already exists"):
-        acemerge.merge(models.base, models.experts, tmp_path / "out")
-    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
-
-
-@pytest.mark.parametrize("occupied", [False, True])
-def test_what_a_kill_left_aside_is_removed_and_what_is_the_users_is_not(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, occupied: bool
-) -> None:
-    monkeypatch.setattr(publishing, "exchange", lambda one, other: False)
-    for name in ("out", "out.replaced"):
-        acemerge.merge(models.base, models.experts, tmp_path / name)
-    acemerge.merge(models.base, models.experts, tmp_path / "out", method="average", overwrite=True)
-    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
-    (tmp_path / "out.replaced").mkdir()
-    (tmp_path / "out.replaced/thesis.txt").write_text("mine")
-    if occupied:
-        with pytest.raises(InputError, match=r"out\.replaced: needed .* move it away"):
-            acemerge.merge(models.base, models.experts, tmp_path / "out", overwrite=True)
-    else:
-        shutil.rmtree(tmp_path / "out")
-        acemerge.merge(models.base, models.experts, tmp_path / "out")
-    assert (tmp_path / "out.replaced/thesis.txt").read_text() == "mine"
-
-
-def test_a_lock_that_is_not_ours_is_left_alone(models: Models, tmp_path: Path) -> None:
-    (tmp_path / "out.partial.lock").write_text("mine")
-    with pytest.raises(InputError, match="not acemerge's; move it away"):
-        acemerge.merge(models.base, models.experts, tmp_path / "out")
-    assert (tmp_path / "out.partial.lock").read_text() == "mine"

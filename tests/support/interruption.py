@@ -1,12 +1,17 @@
 """Interrupt a merge at one tensor, and see which tensors were merged."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import acemerge
+from acemerge.execute import shard
 from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.tensors.task_vectors import MergedTensor, TensorMerge, merge_tensor
+from small_models import Models
 
 
 def stop_at(name: str, calls: list[str]) -> Callable[[Plan, PlannedTensor, torch.device, object], MergedTensor]:
@@ -19,6 +24,22 @@ def stop_at(name: str, calls: list[str]) -> Callable[[Plan, PlannedTensor, torch
         return merge_tensor(plan, planned, device, statistics)
 
     return interrupted
+
+
+def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[str]:
+    calls: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("layers.1.weight", calls)))
+        with pytest.raises(KeyboardInterrupt):
+            acemerge.merge(models.base, models.experts, output, shard_size="1kB", **options)  # type: ignore[arg-type]
+    assert not output.exists()
+    return calls
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("", calls)))
+    return calls
 
 
 MergeOne = Callable[..., Any]

@@ -1,0 +1,66 @@
+"""Merges by Fisher information against a loop over rows and classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import acemerge
+import model_zoo
+from data_merges import assert_near, every_family, load, manifest, merged_model, models_and_rows, rows_of
+from data_statistics import write_rows
+from model_zoo import read_tensors
+
+
+@every_family
+def test_fisher_is_the_average_weighted_by_row_and_class(family: str, tmp_path: Path) -> None:
+    """Against a loop over rows and classes: sum_y p_y (d log p_y)^2, scaled to a root mean square of 1."""
+    models, rows = models_and_rows(tmp_path, family, rows=4)
+    out = tmp_path / "out"
+    acemerge.merge(models.base, list(models.experts.values()), out, method="fisher", data=rows)
+    found = {name: p.detach().double() for name, p in merged_model(out, "red").named_parameters()}
+    total: dict[str, Tensor] = {}
+    weighted: dict[str, Tensor] = {}
+    shared = [name for name in found if name.split(".")[0] not in ("classifier", "score") and "pooler" not in name]
+    for expert, folder in models.experts.items():
+        model = load(folder)
+        parameters = {name: p for name, p in model.named_parameters() if name in shared}
+        F = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        batch = rows_of(rows, expert)
+        for row in range(4):
+            log_p = model(**{name: t[row : row + 1] for name, t in batch.items()}).logits[0].log_softmax(0)
+            for y in range(len(log_p)):
+                gradients = torch.autograd.grad(log_p[y], list(parameters.values()), retain_graph=True)
+                for name, gradient in zip(parameters, gradients, strict=True):
+                    F[name] += float(log_p[y].detach().exp()) * gradient.double().square() / 4
+        scale = (sum(f.numel() for f in F.values()) / sum(float(f.square().sum()) for f in F.values())) ** 0.5
+        for name, f in F.items():
+            weight = (f * scale).clamp_min(1e-6)
+            total[name] = total.get(name, 0) + weight
+            weighted[name] = weighted.get(name, 0) + weight * parameters[name].detach().double()
+    for name in shared:
+        assert_near(found[name], weighted[name] / total[name], name)
+
+
+@pytest.mark.parametrize("form", ["sampled", "summed_gradient"])
+def test_the_other_forms_run_and_are_on_record(form: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows(tmp_path, "bert")
+    for output in ("one", "two"):
+        acemerge.merge(
+            models.base, list(models.experts.values()), tmp_path / output, method="fisher", data=rows, form=form, rows=6
+        )
+    assert manifest(tmp_path / "one")["options"]["form"] == form
+    model_zoo.assert_equal_tensors(read_tensors(tmp_path / "one"), read_tensors(tmp_path / "two"))
+
+
+def test_a_model_that_answers_for_every_token(tmp_path: Path) -> None:
+    """A language model of 40 words: exact is 7 x 39 passes a row, sampled one."""
+    models = model_zoo.gpt2(tmp_path / "models", expert="GPT2LMHeadModel")
+    rows = write_rows(tmp_path / "rows", models.experts)
+    for form in ("exact", "sampled"):
+        out = tmp_path / form
+        acemerge.merge(models.base, list(models.experts.values()), out, method="fisher", data=rows, form=form, rows=2)
+        assert all(torch.isfinite(tensor).all() for tensor in read_tensors(out).values())

@@ -1,0 +1,55 @@
+"""acemerge diagnose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from command import Command
+from layered_models import layered
+from outline import Outline
+
+
+def test_diagnose_command(run: Command, tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 2, 3)
+    code, out, err = run(
+        "diagnose", base, *experts, "-o", tmp_path / "d.html", "--figures", tmp_path / "f", "-m", "ace", "-m", "ace:alpha=0.5"
+    )
+    assert code == 0, err
+    assert "Least predicted interference" in out
+    assert "ace:alpha=0.5" in out
+    outline = Outline((tmp_path / "d.html").read_text())
+    assert len(set(outline.ids)) == len(outline.ids)
+    assert {path.suffix for path in (tmp_path / "f").iterdir()} == {".svg", ".png"}
+    code, out, _ = run("diagnose", base, *experts, "--json", "--quick")
+    assert code == 0
+    found = json.loads(out)
+    assert len(found["tensors"]) == 9
+    assert found["level"] in ("good", "caution")
+    assert list(found["forecasts"].values()) == sorted(found["forecasts"].values())
+
+
+def test_diagnose_compares_what_a_recipe_asks_for(run: Command, tmp_path: Path) -> None:
+    layered(tmp_path, 1, 2)
+    recipe = "base: base\nexperts: [expert-0, expert-1]\nmethod: ties\noptions: {keep: 0.4}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    code, out, err = run("diagnose", tmp_path / "recipe.yaml", "--json")
+    assert code == 0, err
+    assert json.loads(out)["candidates"][0] == "ties:keep=0.4"
+
+
+def test_diagnose_mistakes(run: Command, tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 1, 2)
+    (tmp_path / "folder").mkdir()
+    code, _, err = run("diagnose", base, *experts, "-o", tmp_path / "folder")
+    assert (code, "is a folder" in err) == (2, True)
+    (tmp_path / "file").write_text("")
+    for option, place in (("-o", tmp_path / "file" / "x.html"), ("--figures", tmp_path / "file")):
+        code, out, err = run("diagnose", base, *experts, option, place)
+        assert (code, out) == (2, ""), "before any work"
+        assert "is a file, not a folder" in err
+    code, _, err = run("diagnose", base, *experts, "-m", "twin", "-o", tmp_path / "d.html")
+    assert (code, "one model per task" in err) == (2, True)
+    code, _, err = run("diagnose", base, tmp_path / "nobody", "-o", tmp_path / "d.html")
+    assert code == 2
+    assert not (tmp_path / "d.html").exists()

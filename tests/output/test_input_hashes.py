@@ -1,0 +1,203 @@
+"""Inputs that change under a merge, or between two runs of it, are noticed."""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import acemerge
+from acemerge.errors import InputError, MergeError
+from acemerge.execute import shard
+from acemerge.execute.opening import find_sources, make_plan
+from acemerge.execute.pipeline import run_merge
+from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.recipe.recipe import make_recipe
+from acemerge.recipe.run_options import RunOptions
+from acemerge.tensors import task_vectors
+from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from child import in_child
+from interruption import one_by_one, stop_at
+from merging_child import merge_command, merged_bytes
+from small_models import Models, write_model
+
+
+def meddling(change: Callable[[], None], at: str) -> Callable[..., MergedTensor]:
+    """A merge_tensor during which somebody else does something."""
+
+    def merge(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
+        if planned.name == at:
+            change()
+        return merge_tensor(plan, planned, device, statistics)
+
+    return merge
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def rewrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+
+
+def replace(path: Path) -> None:
+    shutil.copy2(path, path.with_name("new"))
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("change", [truncate, rewrite, replace, Path.unlink])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_input_that_changes_while_it_is_merged(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], last: bool
+) -> None:
+    """Noticed at the next read or, if there is none, before anything is published."""
+    path = models.experts[1] / "model.safetensors"
+    names = [tensor.name for tensor in acemerge.merge(models.base, models.experts, tmp_path / "first").plan.tensors]
+    monkeypatch.setattr(
+        shard, "merge_tensor_at_points", one_by_one(meddling(lambda: change(path), names[-1] if last else "layers.0.weight"))
+    )
+    if last:  # all reads of the merge are over
+        monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(late(change, path, names[-1])))
+    with pytest.raises(MergeError, match=r"expert-1/model\.safetensors: (was changed|cannot be read any more)"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def late(change: Callable[[Path], None], path: Path, name: str) -> Callable[..., MergedTensor]:
+    def merge(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
+        merged = merge_tensor(plan, planned, device, statistics)
+        if planned.name == name:
+            merged.value.clone()
+            change(path)
+        return merged
+
+    return merge
+
+
+def test_a_file_that_shrinks_under_a_read_ends_the_command_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the check, in the middle of a read: the kernel sends SIGBUS."""
+    tensors = {"a.weight": torch.randn(600, 600)}
+    expert = write_model(tmp_path / "expert", {"a.weight": -tensors["a.weight"]})
+    models = Models(write_model(tmp_path / "base", tensors), [expert])
+    original = task_vectors._to_method
+    calls: list[torch.Tensor] = []
+
+    def shrink(stored: torch.Tensor, transposed: bool) -> torch.Tensor:
+        calls.append(stored)
+        if len(calls) == 2:  # the expert's
+            os.truncate(tmp_path / "expert/model.safetensors", 200)
+        return original(stored, transposed)
+
+    monkeypatch.setattr(task_vectors, "_to_method", shrink)
+    ended = in_child(merge_command(models, tmp_path / "out"))
+    assert ended.code == 1
+    assert "an input file shrank, or its disk failed" in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+def edit_silently(path: Path) -> None:
+    """Other content, same size and date."""
+    before = path.stat()
+    tensors = load_file(path)
+    tensors["layers.0.weight"] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
+    def slow_enough(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
+        time.sleep(0.05)  # the hashes on the side must be there when the shard is
+        return stop_at("layers.1.weight", [])(plan, planned, device, statistics)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shard, "merge_tensor_at_points", one_by_one(slow_enough))
+        with pytest.raises(KeyboardInterrupt):
+            acemerge.merge(models.base, models.experts, output, shard_size="1kB", **options)  # type: ignore[arg-type]
+
+
+def test_verify_notices_an_input_that_only_its_content_betrays(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(models, tmp_path / "out", monkeypatch, verify=True)
+    edit_silently(models.experts[0] / "model.safetensors")
+    acemerge.merge(models.base, models.experts, tmp_path / "fresh", shard_size="1kB")
+    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", verify=True)
+    assert merged_bytes(tmp_path / "out") == merged_bytes(tmp_path / "fresh")
+
+
+def test_without_verify_such_an_input_is_noticed_before_publishing(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(models, tmp_path / "out", monkeypatch)
+    edit_silently(models.experts[0] / "model.safetensors")
+    with pytest.raises(MergeError, match="not what the interrupted run read"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB")
+    assert not (tmp_path / "out").exists()
+    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", resume=False)
+
+
+def test_a_header_counts_even_where_the_plan_does_not_use_it(models: Models) -> None:
+    """Same size, same date, and a tensor that is copied from the base: an interrupted run's shards are not reused."""
+    recipe = make_recipe({"base": str(models.base), "experts": [str(models.experts[0])]})
+    before = make_plan(recipe, find_sources(recipe)).digest
+    path = models.experts[0] / "model.safetensors"
+    status, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.replace(b'"I64"', b'"U64"'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.read_bytes() != content
+    assert make_plan(recipe, find_sources(recipe)).digest != before
+
+
+def test_verify_reuses_shards_of_the_same_bytes(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(models, tmp_path / "out", monkeypatch)
+    calls: list[str] = []
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("", calls)))
+    acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", verify=True)
+    assert 0 < len(calls) < 6
+
+
+def test_what_became_of_an_interrupted_run_is_said(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "going on: "),
+        ({"dtype": "float16"}, "starting over: "),
+        ({"resume": False}, "starting over, as"),
+    ]
+    for options, said in cases:
+        interrupt(models, tmp_path / "out", monkeypatch)
+        acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", quiet=False, **options)
+        assert said in capsys.readouterr().err
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_input_hashes_are_written_and_checked(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    recipe = yaml.safe_load((tmp_path / "out/acemerge.yaml").read_text())
+    expected = hashlib.sha256((models.base / "model.safetensors").read_bytes()).hexdigest()
+    assert recipe["inputs"]["base"]["model.safetensors"] == expected
+    assert expected in (tmp_path / "out/README.md").read_text()
+
+
+def test_inputs_that_are_not_the_expected_ones_are_refused_before_any_work(models: Models, tmp_path: Path) -> None:
+    recipe = make_recipe(
+        {
+            "base": str(models.base),
+            "experts": [str(e) for e in models.experts],
+            "inputs": {"base": {"model.safetensors": "0" * 64}},
+        }
+    )
+    with pytest.raises(InputError, match="the recipe expects 0000"):
+        run_merge(recipe, tmp_path / "out", RunOptions())
+    assert not list(tmp_path.glob("out*"))

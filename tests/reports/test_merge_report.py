@@ -1,0 +1,88 @@
+"""What a merge did, from its manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import acemerge
+import lora_zoo
+import model_zoo
+from acemerge.output.verify import verify_output
+from acemerge.output.writer import MANIFEST
+from acemerge.reports.account import read_account
+from acemerge.reports.merge_report import findings, merge_page
+from layered_models import layered
+from small_models import Models
+
+
+def test_a_merge_s_report_shows_every_tensor_of_its_manifest(merged_bert: Path) -> None:
+    page = merge_page(read_account(merged_bert))
+    manifest = json.loads((merged_bert / MANIFEST).read_text())
+    assert [record["name"] for record in page.table.records] == [tensor["name"] for tensor in manifest["tensors"]]
+    by_name = {tensor["name"]: tensor for tensor in manifest["tensors"]}
+    for record in page.table.records:
+        assert record["fate"] == by_name[str(record["name"])]["action"]
+        assert record["gamma"] == by_name[str(record["name"])].get("gamma")
+    assert {figure.name for figure in page.figures} == {"heterogeneity", "lengths", "regulariser", "changes"}
+    totals = manifest["totals"]
+    assert f"{totals['merged']} merged, {totals['averaged']} averaged, {totals['kept']} kept" in page.verdict
+
+
+def test_merge_with_report_puts_it_into_the_output_and_its_account(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out", report=True)
+    assert (tmp_path / "out" / "report.html").is_file()
+    found = verify_output(tmp_path / "out")
+    assert not found.problems
+    assert not found.foreign
+    acemerge.merge(models.base, models.experts, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize("method", ["average", "ties", "tsv_m", "emr"])
+def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path, method: str) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out", method=method)
+    page = merge_page(read_account(tmp_path / "out"))
+    assert page.to_html()
+    assert "heterogeneity" not in [figure.name for figure in page.figures]
+    assert ("one model per task" in "".join(finding.text for finding in page.findings)) == (method == "emr")
+
+
+def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 3, 2)
+    acemerge.merge(base, experts, tmp_path / "out", alpha=50.0)
+    page = merge_page(read_account(tmp_path / "out"))
+    assert page.level == "caution"
+    assert "12 warnings" in page.verdict
+    (finding,) = [finding for finding in page.findings if "x the largest task vector" in finding.text]
+    assert "11 more tensors like this one" in finding.text
+    assert len(page.details["Warnings"].splitlines()) == 12
+
+
+def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
+    zoo = lora_zoo.build(tmp_path, "LlamaForCausalLM")
+    acemerge.merge(zoo.base, zoo.adapters, tmp_path / "out", save_as="adapter", rank=2)
+    page = merge_page(read_account(tmp_path / "out"))
+    keys = [column.key for column in page.table.columns]
+    assert "rank" in keys
+    assert "error" in keys
+    assert page.facts["written as"] == "one LoRA adapter"
+    (finding,) = [finding for finding in page.findings if "which has rank 2 (relative error)" in finding.text]
+    assert finding.level == "caution"
+    acemerge.merge(zoo.base, zoo.adapters, tmp_path / "whole", save_as="adapter")
+    assert not any("Cutting" in finding.text for finding in merge_page(read_account(tmp_path / "whole")).findings)
+
+
+def test_an_idle_expert_is_named(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 1, 1)
+    model_zoo.rewrite(base, tmp_path / "idle", lambda tensors: tensors)
+    acemerge.merge(base, [*experts, tmp_path / "idle"], tmp_path / "out")
+    assert any("'idle' changed nothing" in finding.text for finding in findings(read_account(tmp_path / "out")))
+
+
+def test_a_report_of_twelve_layers_is_small(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 12, 8)
+    path = acemerge.diagnose(base, experts).write_report(tmp_path / "report.html")
+    assert path.stat().st_size < 2_000_000
