@@ -25,6 +25,7 @@ from acemerge.cli.app import main
 from acemerge.execute.pipeline import find_sources, make_plan
 from acemerge.methods import all_methods, get_method
 from acemerge.planning.progress import SilentProgress
+from acemerge.planning.tensor import computed
 from acemerge.recipe.recipe import make_recipe
 from data_statistics import write_rows
 from model_zoo import Models, mean_weight, quiet_transformers, read_tensors
@@ -411,7 +412,7 @@ def open_run(models: Models, rows: Path) -> DataRun:
     )
     plan = make_plan(recipe, find_sources(recipe))
     data = open_data(str(rows), plan.base, plan.experts)
-    tensors = [tensor for tensor in plan.tensors if tensor.action == "merged"]
+    tensors = [tensor for tensor in computed(plan.tensors) if tensor.action == "merged"]
     return DataRun(plan, tensors, data, {}, torch.device("cpu"), SilentProgress())
 
 

@@ -27,12 +27,14 @@ from acemerge.execute import ray as ray_engine
 from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import find_sources, make_plan
 from acemerge.execute.ray_task import Order, write_shard
-from acemerge.methods import all_methods
+from acemerge.methods import Options, all_methods
 from acemerge.output.resources import check_resources, needed_space
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
 from acemerge.planning.progress import SilentProgress
+from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.recipe import make_recipe
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 from child import command, in_child
 from small_models import Models, merge_into_shards, tree, write_models
 
@@ -183,9 +185,8 @@ def test_what_a_statistics_pass_gathers_means_the_same_in_another_process(name: 
     assert len(packed) < 10_000_000
     travelled = pickle.loads(packed)
     for tensor in plan.tensors:
-        key = (tensor.method, tensor.options)
-        here = merge_tensor(plan, tensor, torch.device("cpu"), gathered.get(key)).value
-        assert torch.equal(here, merge_tensor(plan, tensor, torch.device("cpu"), travelled.get(key)).value)
+        here = merge_tensor(plan, tensor, torch.device("cpu"), gathered.get(tensor.setting)).value
+        assert torch.equal(here, merge_tensor(plan, tensor, torch.device("cpu"), travelled.get(tensor.setting)).value)
 
 
 def test_what_was_measured_on_data_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,7 @@ def test_what_was_measured_on_data_is_opened_anew(tmp_path: Path, monkeypatch: p
 def test_what_cannot_travel_is_refused(models: Models) -> None:
     order = pickle.loads(packed_order(models))
     with pytest.raises(InputError, match="what somebodys_method gathered cannot be sent to other processes"):
-        ray_engine._packed(order, {("somebodys_method", None): (letter for letter in "no")})
+        ray_engine._packed(order, {("somebodys_method", Options()): (letter for letter in "no")})
 
 
 # --- from the user's side ---------------------------------------------------------------------------------------------

@@ -22,10 +22,12 @@ from acemerge.execute import local
 from acemerge.execute.pipeline import find_sources, make_plan
 from acemerge.output import publishing, resources
 from acemerge.output.resources import check_memory, needed_space
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.planning.view import View
 from acemerge.recipe.recipe import make_recipe
-from acemerge.tensors import task_vectors
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 from child import CANNOT_MOUNT, Ended, command, fork, in_child, wait, with_own_mounts
 from interruption import stop_at
 from small_models import Models, write_model, write_models
@@ -287,16 +289,16 @@ def test_a_file_that_shrinks_under_a_read_ends_the_command_with_a_sentence(
     tensors = {"a.weight": torch.randn(600, 600)}
     expert = write_model(tmp_path / "expert", {"a.weight": -tensors["a.weight"]})
     models = Models(write_model(tmp_path / "base", tensors), [expert])
-    original = task_vectors._to_method
+    original = View.to_method
     calls: list[torch.Tensor] = []
 
-    def shrink(stored: torch.Tensor, transposed: bool) -> torch.Tensor:
+    def shrink(view: View, stored: torch.Tensor) -> torch.Tensor:
         calls.append(stored)
         if len(calls) == 2:  # the expert's
             os.truncate(tmp_path / "expert/model.safetensors", 200)
-        return original(stored, transposed)
+        return original(view, stored)
 
-    monkeypatch.setattr(task_vectors, "_to_method", shrink)
+    monkeypatch.setattr(View, "to_method", shrink)
     ended = in_child(merge_command(models, tmp_path / "out"))
     assert ended.code == 1
     assert "an input file shrank, or its disk failed" in ended.err

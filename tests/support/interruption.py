@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from acemerge.planning.plan import Plan, PlannedTensor
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 
 
 def stop_at(name: str, calls: list[str]) -> Callable[[Plan, PlannedTensor, torch.device, object], MergedTensor]:

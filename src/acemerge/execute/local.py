@@ -20,9 +20,13 @@ from acemerge.output.adapter_writer import AdapterWriter
 from acemerge.output.resources import check_resources
 from acemerge.output.staging import Staging
 from acemerge.output.writer import PartsWriter, write_safetensors
-from acemerge.planning.plan import Plan, PlannedTensor, tensor_record
+from acemerge.planning.plan import Plan, tensor_record
 from acemerge.planning.progress import Progress, SharedProgress
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor, merge_to_factors, prefetch
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.tensors.factoring import merge_to_factors
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
+from acemerge.tensors.task_vectors import prefetch
 
 Record = dict[str, Any]
 """What is noted of a finished shard: its hash, its parts' and what became of each of its tensors."""
@@ -122,7 +126,7 @@ class ShardWriter:
             for tensor in tensors:
                 facts: Mapping[str, Any] = {}
                 warnings: tuple[str, ...] = ()
-                statistics = gathered.get((tensor.method, tensor.options))
+                statistics = gathered.get(tensor.setting)
                 if tensor.form == "factors":
                     factors = merge_to_factors(self.plan, tensor, self.device, statistics, self.plan.recipe.rank)
                     if factors:
@@ -142,7 +146,7 @@ class ShardWriter:
         """Each tensor with its merged value; the following ones' pages are brought in meanwhile."""
 
         def merge(tensor: PlannedTensor) -> MergedTensor:
-            return merge_tensor(self.plan, tensor, self.device, gathered.get((tensor.method, tensor.options)))
+            return merge_tensor(self.plan, tensor, self.device, gathered.get(tensor.setting))
 
         def merge_beside_others(tensor: PlannedTensor) -> MergedTensor:
             with own_stream(self.device):

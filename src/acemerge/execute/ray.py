@@ -32,8 +32,10 @@ from acemerge.execute.ray_task import Order, write_shard
 from acemerge.methods import get_method
 from acemerge.output.resources import FORCE, check_resources
 from acemerge.output.staging import Staging
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.estimates import peak_memory
+from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
+from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.sizes import human_bytes
 
 TRIES = 4
@@ -131,7 +133,7 @@ class RayEngine:
 
     def resources(self, shards: Iterable[str]) -> dict[str, int]:
         """What a task takes: enough for the largest tensor of any of these shards."""
-        largest = max(tensor.peak_memory for shard in shards for tensor in self.plan.shards[shard])
+        largest = max(peak_memory(tensor) for shard in shards for tensor in self.plan.shards[shard])
         return {"CPU": self.threads, "memory": largest + _PROCESS_MEMORY, "GPU": int(self.worker_device != "cpu")}
 
 
@@ -230,7 +232,7 @@ def _packed(order: Order, gathered: Gathered) -> bytes:
     try:
         packed: bytes = cloudpickle.dumps(replace(order, gathered=gathered))
     except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
-        methods = ", ".join(sorted({str(method) for method, _ in gathered})) or "the suite"
+        methods = ", ".join(sorted({method for method, _ in filter(None, gathered)})) or "the suite"
         raise InputError(
             f"--engine ray: what {methods} gathered cannot be sent to other processes ({error}); use --engine local"
         ) from None

@@ -21,7 +21,8 @@ from acemerge.errors import MergeError
 from acemerge.execute.local import Record, ShardWriter
 from acemerge.execute.passes import Gathered
 from acemerge.execute.pipeline import Sources, compute_threads, make_plan, torch_device
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.recipe import Recipe
 
 if TYPE_CHECKING:

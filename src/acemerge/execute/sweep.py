@@ -15,16 +15,14 @@ from acemerge.execute.passes import Gathered, gather_at_points
 from acemerge.output.adapter_writer import AdapterWriter
 from acemerge.output.staging import Staging
 from acemerge.output.writer import PartsWriter, StreamedFile, tensor_sha256
-from acemerge.planning.plan import Plan, PlannedTensor, tensor_record
+from acemerge.planning.plan import Plan, tensor_record
 from acemerge.planning.progress import Progress
-from acemerge.tensors.task_vectors import (
-    MergedFactors,
-    MergedTensor,
-    TensorMerge,
-    merge_tensor_at_points,
-    merge_to_factors_at_points,
-    prefetch,
-)
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.tensors.computing import TensorMerge
+from acemerge.tensors.factoring import merge_to_factors_at_points
+from acemerge.tensors.merging import merge_tensor_at_points
+from acemerge.tensors.results import MergedFactors, MergedTensor
+from acemerge.tensors.task_vectors import prefetch
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class SweepEngine:
             outputs = [kind(self.plans[p], shard, self.stagings[p].folder, open_files) for p in points]
             for tensors in self._reading_ahead(list(zip(*ordered, strict=True))):
                 merges = [
-                    TensorMerge(self.plans[p], tensor, gathered[p].get((tensor.method, tensor.options)))
+                    TensorMerge(self.plans[p], tensor, gathered[p].get(tensor.setting))
                     for p, tensor in zip(points, tensors, strict=True)
                 ]
                 for sharing, merged in self._merge(merges):

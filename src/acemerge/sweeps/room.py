@@ -10,7 +10,9 @@ from acemerge.methods import get_method
 from acemerge.methods.shared_routes import find_route
 from acemerge.output.resources import FORCE, check_memory, needed_space
 from acemerge.output.staging import partial_folder
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.estimates import peak_memory
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor, core_shape, is_computed
 from acemerge.recipe.sizes import human_bytes
 
 _MOST_AT_ONCE = 100  # models written side by side: each has a file open
@@ -77,9 +79,9 @@ def _memory_problems(plans: Sequence[Plan], device: str) -> list[str]:
 
 def _peak_memory(tensor: PlannedTensor) -> int:
     """With what the method's shared route holds besides."""
-    route = find_route(tensor.method) if tensor.method else None
-    if route is None or tensor.method is None:
-        return tensor.peak_memory
-    shape = tensor.core_shape
-    more = route.float64_elements(*shape) - get_method(tensor.method).float64_elements(*shape)
-    return tensor.peak_memory + int(8 * max(0.0, more))
+    route = find_route(tensor.fate.method) if is_computed(tensor) else None
+    if route is None or not is_computed(tensor):
+        return peak_memory(tensor)
+    shape = core_shape(tensor)
+    more = route.float64_elements(*shape) - get_method(tensor.fate.method).float64_elements(*shape)
+    return peak_memory(tensor) + int(8 * max(0.0, more))
