@@ -80,7 +80,8 @@ from pathlib import Path
 import torch, acemerge
 from acemerge.execute.opening import find_sources, make_plan
 from acemerge.recipe.recipe import make_recipe
-from acemerge.tensors.task_vectors import merge_tensor, merge_to_factors
+from acemerge.tensors.factoring import merge_to_factors
+from acemerge.tensors.merging import merge_tensor
 acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)
 folder, adapters, route = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 recipe = make_recipe({
@@ -91,11 +92,11 @@ cpu, largest = torch.device("cpu"), 0
 print("ready", flush=True); sys.stdin.readline()
 branches = set()
 for tensor in plan.tensors:
-    assert tensor.core == "both"
+    assert tensor.fate.core.sides == "both"
     if route == "adapter":
         merged = merge_to_factors(plan, tensor, cpu, None, None)
     else:
-        merged = merge_tensor(plan, replace(tensor, core=None) if route == "dense" else tensor, cpu)
+        merged = merge_tensor(plan, replace(tensor, fate=replace(tensor.fate, core=None)) if route == "dense" else tensor, cpu)
     branches.add(merged.facts["branch"])
     del merged
 print("done", *branches, flush=True); sys.stdin.readline()

@@ -25,7 +25,7 @@ install_import_hook(
         "acemerge.numerics.covariance",
         "acemerge.numerics.frame",
         "acemerge.methods",
-        "acemerge.tensors.task_vectors",
+        "acemerge.tensors",
         "acemerge.api",
     ],
     "beartype.beartype",

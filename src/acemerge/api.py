@@ -30,7 +30,7 @@ from acemerge.recipe.run_options import RunOptions
 from acemerge.sweeps.evaluation import Evaluate
 from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
 from acemerge.sweeps.table import Objective
-from acemerge.tensors.task_vectors import merge_tensor
+from acemerge.tensors.merging import merge_tensor
 
 if TYPE_CHECKING:
     from acemerge.bench.suites.registry import Suite
@@ -179,7 +179,7 @@ def merge_state_dicts(
     gathered = gather_statistics(plan, where, SilentProgress())
     merged = {}
     for planned in plan.tensors:
-        value = merge_tensor(plan, planned, where, gathered.get((planned.method, planned.options))).value
+        value = merge_tensor(plan, planned, where, gathered.get(planned.setting)).value
         # A tensor that was kept comes back as the base's own memory: hand out a copy.
         merged[planned.name] = value.clone() if value.data_ptr() == base[planned.name].data_ptr() else value
     merged |= {copy: merged[original] for copy, original in plan.omitted.items()}

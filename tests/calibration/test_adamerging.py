@@ -16,6 +16,7 @@ from acemerge.calibration.shared_backbone import SharedBackbone
 from acemerge.calibration.source import open_data
 from acemerge.execute.opening import find_sources, make_plan
 from acemerge.planning.progress import SilentProgress
+from acemerge.planning.tensor import computed
 from acemerge.recipe.recipe import make_recipe
 from data_merges import FAMILIES, QUICK, every_family, manifest, models_and_rows
 from data_statistics import write_rows
@@ -44,7 +45,7 @@ def open_run(models: Models, rows: Path) -> DataRun:
     )
     plan = make_plan(recipe, find_sources(recipe))
     data = open_data(str(rows), plan.base, plan.experts)
-    tensors = [tensor for tensor in plan.tensors if tensor.action == "merged"]
+    tensors = [tensor for tensor in computed(plan.tensors) if tensor.action == "merged"]
     return DataRun(plan, tensors, data, {}, torch.device("cpu"), SilentProgress())
 
 

@@ -12,9 +12,11 @@ from acemerge.execute import shard
 from acemerge.execute.engines.local import LocalEngine
 from acemerge.execute.opening import find_sources, make_plan
 from acemerge.output.resources import needed_space
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.recipe import make_recipe
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 from interruption import one_by_one
 from small_models import Models, merge_into_shards, tree
 

@@ -17,10 +17,10 @@ from acemerge.execute.engines.registry import Work
 from acemerge.execute.opening import Scene, find_sources, make_plan
 from acemerge.execute.passes import gather_statistics
 from acemerge.execute.ray_task import Order, Part, write_shard
-from acemerge.methods import all_methods
+from acemerge.methods import Options, all_methods
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.recipe import make_recipe
-from acemerge.tensors.task_vectors import merge_tensor
+from acemerge.tensors.merging import merge_tensor
 from small_models import Models
 
 
@@ -53,9 +53,8 @@ def test_what_a_statistics_pass_gathers_means_the_same_in_another_process(name: 
     assert len(packed) < 10_000_000
     travelled = pickle.loads(packed)
     for tensor in plan.tensors:
-        key = (tensor.method, tensor.options)
-        here = merge_tensor(plan, tensor, torch.device("cpu"), gathered.get(key)).value
-        assert torch.equal(here, merge_tensor(plan, tensor, torch.device("cpu"), travelled.get(key)).value)
+        here = merge_tensor(plan, tensor, torch.device("cpu"), gathered.get(tensor.setting)).value
+        assert torch.equal(here, merge_tensor(plan, tensor, torch.device("cpu"), travelled.get(tensor.setting)).value)
 
 
 def test_what_was_measured_on_data_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +68,7 @@ def test_what_was_measured_on_data_is_opened_anew(tmp_path: Path, monkeypatch: p
 
 def test_what_cannot_travel_is_refused(models: Models) -> None:
     order = an_order(models)
-    gathered: Any = {0: {("somebodys_method", None): (letter for letter in "no")}}
+    gathered: Any = {0: {("somebodys_method", Options()): (letter for letter in "no")}}
     work = Work(order.scene.plans(order.recipes), [], gathered, {})
     with pytest.raises(InputError, match="what somebodys_method gathered cannot be sent to other processes"):
         ray_engine.RayEngine(order.scene)._packed_order(work)

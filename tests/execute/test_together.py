@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import acemerge
 from acemerge.execute import shard, together
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 from interruption import one_by_one
 from small_models import Models, tree
 

@@ -112,7 +112,7 @@ def test_fisher_turns_its_information_as_the_task_vectors_are_turned() -> None:
     known = made_up_statistics(fisher, task_vectors)
     names, options = ("a", "b", "c"), fisher.options({})
     straight = fisher(task_vectors, options, Context("w", names, statistics=known)).delta
-    turned = fisher(task_vectors.transpose(1, 2), options, Context("w", names, statistics=known, transposed=True)).delta
+    turned = fisher(task_vectors.transpose(1, 2), options, Context("w", names, statistics=known, to_method=torch.t)).delta
     torch.testing.assert_close(turned.T, straight)
 
 

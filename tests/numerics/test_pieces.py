@@ -20,8 +20,9 @@ from acemerge.numerics.pieces import Stored, merge_pieces, squared_norms
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
+from acemerge.planning.tensor import computed
 from acemerge.recipe.recipe import make_recipe
-from acemerge.tensors.task_vectors import merge_tensor
+from acemerge.tensors.merging import merge_tensor
 
 CPU = torch.device("cpu")
 ELEMENTWISE = [m for m in all_methods() if m.is_elementwise(m.options({}))]
@@ -64,7 +65,7 @@ def make_plan(method: str, options: dict[str, Any], dtype: torch.dtype) -> Plan:
 
 def merged(plan: Plan) -> dict[str, Tensor]:
     gathered = gather_statistics(plan, CPU, SilentProgress())
-    return {t.name: merge_tensor(plan, t, CPU, gathered.get((t.method, t.options))).value for t in plan.tensors}
+    return {t.name: merge_tensor(plan, t, CPU, gathered.get(t.setting)).value for t in plan.tensors}
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -76,8 +77,12 @@ def bits(tensor: Tensor) -> bytes:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_same_bits_as_whole_tensors(method: str, options: dict[str, Any], dtype: torch.dtype, threads: int) -> None:
     plan = make_plan(method, options, dtype)
-    assert all(tensor.in_pieces for tensor in plan.tensors)
-    whole = merged(replace(plan, tensors=tuple(replace(tensor, in_pieces=False) for tensor in plan.tensors)))
+    tensors = computed(plan.tensors)
+    assert len(tensors) == len(plan.tensors)
+    assert all(tensor.fate.in_pieces for tensor in tensors)
+    whole = merged(
+        replace(plan, tensors=tuple(replace(tensor, fate=replace(tensor.fate, in_pieces=False)) for tensor in tensors))
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -152,6 +157,6 @@ def test_a_tensor_with_infinities_that_nobody_changed_does_not_spoil_the_thresho
 def test_whole_task_vectors_are_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     base, experts = models(torch.float32)
     monkeypatch.setattr(statistics, "load_task_vectors", lambda *_: pytest.fail("a whole tensor was loaded"))
-    monkeypatch.setattr("acemerge.tensors.task_vectors.load_task_vectors", lambda *_: pytest.fail("a whole tensor was loaded"))
+    monkeypatch.setattr("acemerge.tensors.computing.load_task_vectors", lambda *_: pytest.fail("a whole tensor was loaded"))
     for method in ELEMENTWISE:
         acemerge.merge_state_dicts(base, experts, method=method.name)

@@ -15,7 +15,8 @@ import torch
 import acemerge
 from acemerge.errors import MergeError
 from acemerge.execute import shard
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 from child import command, fork, in_child, wait, with_own_mounts
 from interruption import one_by_one
 from merging_child import ended_well, merge_command, merged_bytes

@@ -18,11 +18,13 @@ from acemerge.errors import InputError, MergeError
 from acemerge.execute import shard
 from acemerge.execute.opening import find_sources, make_plan
 from acemerge.execute.pipeline import run_merge
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.planning.view import View
 from acemerge.recipe.recipe import make_recipe
 from acemerge.recipe.run_options import RunOptions
-from acemerge.tensors import task_vectors
-from acemerge.tensors.task_vectors import MergedTensor, merge_tensor
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 from child import in_child
 from interruption import one_by_one, stop_at
 from merging_child import merge_command, merged_bytes
@@ -89,16 +91,16 @@ def test_a_file_that_shrinks_under_a_read_ends_the_command_with_a_sentence(
     tensors = {"a.weight": torch.randn(600, 600)}
     expert = write_model(tmp_path / "expert", {"a.weight": -tensors["a.weight"]})
     models = Models(write_model(tmp_path / "base", tensors), [expert])
-    original = task_vectors._to_method
+    original = View.to_method
     calls: list[torch.Tensor] = []
 
-    def shrink(stored: torch.Tensor, transposed: bool) -> torch.Tensor:
+    def shrink(view: View, stored: torch.Tensor) -> torch.Tensor:
         calls.append(stored)
         if len(calls) == 2:  # the expert's
             os.truncate(tmp_path / "expert/model.safetensors", 200)
-        return original(stored, transposed)
+        return original(view, stored)
 
-    monkeypatch.setattr(task_vectors, "_to_method", shrink)
+    monkeypatch.setattr(View, "to_method", shrink)
     ended = in_child(merge_command(models, tmp_path / "out"))
     assert ended.code == 1
     assert "an input file shrank, or its disk failed" in ended.err

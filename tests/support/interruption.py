@@ -9,8 +9,11 @@ import torch
 
 import acemerge
 from acemerge.execute import shard
-from acemerge.planning.plan import Plan, PlannedTensor
-from acemerge.tensors.task_vectors import MergedTensor, TensorMerge, merge_tensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.tensors.computing import TensorMerge
+from acemerge.tensors.merging import merge_tensor
+from acemerge.tensors.results import MergedTensor
 from small_models import Models
 
 

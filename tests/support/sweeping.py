@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from acemerge.execute import shard
-from acemerge.tensors.task_vectors import TensorMerge, merge_tensor_at_points
+from acemerge.tensors.computing import TensorMerge
+from acemerge.tensors.merging import merge_tensor_at_points
 from small_models import Models
 
 GRID = {"epsilon": [1e-5, 1e-3], "tau": [0.0, 9.0], "k_frac": [0.1, 0.5]}

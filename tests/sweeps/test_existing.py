@@ -12,7 +12,8 @@ import acemerge
 from acemerge.errors import InputError
 from acemerge.execute import shard
 from acemerge.sweeps.table import TABLE
-from acemerge.tensors.task_vectors import TensorMerge, merge_tensor_at_points
+from acemerge.tensors.computing import TensorMerge
+from acemerge.tensors.merging import merge_tensor_at_points
 from small_models import Models
 from sweeping import ALPHAS, GRID, count_merges, distance_from_base, names_in
 

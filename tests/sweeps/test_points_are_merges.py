@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 import acemerge
 from acemerge.errors import MergeError
 from acemerge.methods import Method, all_methods
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import ComputedTensor
 from acemerge.sweeps.table import TABLE
-from acemerge.tensors import task_vectors
+from acemerge.tensors import computing
+from acemerge.tensors.task_vectors import load_task_vectors
 from lora_zoo import build
 from running import run_command
 from small_models import Models, write_models
@@ -53,13 +55,12 @@ def test_the_experts_are_read_as_often_as_for_one_merge(
 ) -> None:
     """ties makes passes over the whole model first: as many for three points as for one."""
     reads: list[str] = []
-    original = task_vectors.load_task_vectors
 
-    def counted(plan: Plan, planned: PlannedTensor, device: torch.device) -> Any:
+    def counted(plan: Plan, planned: ComputedTensor, device: torch.device) -> Any:
         reads.append(planned.name)
-        return original(plan, planned, device)
+        return load_task_vectors(plan, planned, device)
 
-    monkeypatch.setattr(task_vectors, "load_task_vectors", counted)
+    monkeypatch.setattr(computing, "load_task_vectors", counted)
     first: dict[str, Any] = {name: values[0] for name, values in settings.items()}
     acemerge.merge(models.base, models.experts, tmp_path / "one", method, **first)
     of_one = list(reads)

@@ -49,24 +49,33 @@ class LoraChange:
         """The names of its tensors in the adapter's file."""
         return tuple(name for name in (self.down, self.up, self.magnitude) if name)
 
-    def factors(self, transposed: bool) -> Factors:
-        """W' - W (or its transpose) as a product, in float32 (float64 if that is how it is stored)."""
+    def factors(self) -> Factors:
+        """s B A as a product in the order in which the tensor is stored, in float32 (float64 if its factors are stored so)."""
         from acemerge.numerics.frame import Factors
 
+        A, B = self._scaled()
+        return Factors(A.T, B.T) if self.stored_in_out else Factors(B, A)
+
+    def _scaled(self) -> tuple[Tensor, Tensor]:
+        """A and s B."""
         A, B = (_at_least_float32(self.read(name)).flatten(1) for name in (self.down, self.up))
-        B = B * self.scale
-        return Factors(A.T, B.T) if transposed else Factors(B, A)
+        return A, B * self.scale
+
+    def from_factors(self, stored: Factors) -> tuple[Tensor, Tensor]:
+        """A and B, with s = 1, of a change of the tensor in the order in which it is stored."""
+        return (stored.left.T, stored.right.T) if self.stored_in_out else (stored.right, stored.left)
 
     def expand(self, base: Tensor) -> Tensor:
         """The change of the tensor as stored, given the base's."""
         import torch
 
-        factors = self.factors(self.stored_in_out and self.magnitude is None)
         if self.magnitude is None:
+            factors = self.factors()
             return (factors.left @ factors.right).reshape(self.shape)
+        A, B = self._scaled()
         W = _at_least_float32(base).flatten(1)
         W = W.T if self.stored_in_out else W
-        changed = torch.addmm(W.to(factors.left.dtype), factors.left, factors.right)
+        changed = torch.addmm(W.to(B.dtype), B, A)
         lengths = _at_least_float32(self.read(self.magnitude)).reshape(-1)
         rescaling = lengths / torch.linalg.vector_norm(changed, dim=1)
         # A module that was never trained changes nothing, exactly: its lengths are the base's own, up to rounding.

@@ -9,7 +9,9 @@ from acemerge.calibration.source import Data
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.errors import InputError, PreflightError
 from acemerge.methods import Method, get_method
-from acemerge.planning.plan import Action, ExpertTensor, PlannedTensor
+from acemerge.planning.fates import Action, ExpertTensor
+from acemerge.planning.reasons import Reason, Why
+from acemerge.planning.tensor import PlannedTensor, computed
 from acemerge.recipe.recipe import Recipe
 
 
@@ -20,18 +22,18 @@ class LayerRules:
         self._experts = experts
         self._layouts = _layouts(data, experts)
 
-    def fate(self, method: Method, sources: Sequence[ExpertTensor]) -> tuple[Action, str]:
+    def fate(self, method: Method, sources: Sequence[ExpertTensor]) -> tuple[Action, Reason]:
         """Merged, averaged or kept, of a tensor that experts have."""
         layouts = [(self._layouts[source.expert], source.name or "") for source in sources]
         if method.touches == "blocks" and any(layout.places.get(name) == layout.blocks for layout, name in layouts):
-            return "kept", "after the last block: left at the base"
+            return "kept", Reason(Why.AFTER_BLOCKS)
         if not all(name in layout.memory for layout, name in layouts):
-            return "averaged", "not used by the experts' models"
+            return "averaged", Reason(Why.UNUSED)
         if not all(name in layout.linear for layout, name in layouts):
-            return "averaged", "not the weight of a linear layer"
+            return "averaged", Reason(Why.NOT_A_LINEAR_LAYER)
         if method.touches == "blocks" and any(layout.places.get(name, -1) < 0 for layout, name in layouts):
-            return "averaged", "before the first block"
-        return "merged", ""
+            return "averaged", Reason(Why.BEFORE_BLOCKS)
+        return "merged", Reason(Why.METHOD)
 
     def stored_in_out(self, sources: Sequence[ExpertTensor]) -> bool:
         """Of a linear layer's weight, whether the files hold it [in, out]: its module knows."""
@@ -39,14 +41,14 @@ class LayerRules:
 
     def problems(self, recipe: Recipe, tensors: Sequence[PlannedTensor]) -> list[str]:
         """What the methods that go by layers cannot do."""
-        methods = sorted({tensor.method for tensor in tensors if tensor.method and tensor.action == "merged"})
+        methods = sorted({tensor.fate.method for tensor in computed(tensors) if tensor.action == "merged"})
         asked = [recipe.method, *(rule.method for rule in recipe.tensors if rule.method)]
         by_layer = [name for name in asked if get_method(name).touches in ("linear", "blocks")]
         by_block = [name for name in asked if get_method(name).touches == "blocks"]
         found = []
         if by_layer and recipe.orientation == "stored":
             found.append(f"--orientation stored: method '{by_layer[0]}' goes by the inputs of a layer, whatever the stored order")
-        options = {tensor.options for tensor in tensors if tensor.method in by_block}
+        options = {tensor.fate.options for tensor in computed(tensors) if tensor.fate.method in by_block}
         if by_block and (len(methods) > 1 or len(options) > 1):
             found.append(
                 f"method '{by_block[0]}' needs the whole merged model as it goes, so it must merge all of it with one set of "

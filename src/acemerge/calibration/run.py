@@ -16,8 +16,9 @@ from acemerge.calibration.source import Data
 from acemerge.checkpoints.families import align_names
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.errors import AcemergeError, InputError
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
+from acemerge.planning.tensor import ComputedTensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class DataRun:
     """One measurement, for the tensors that one method merges with one set of options."""
 
     plan: Plan
-    tensors: Sequence[PlannedTensor]
+    tensors: Sequence[ComputedTensor]
     data: Data
     hashes: Mapping[str, Mapping[str, str]]
     """sha256 of every model's files."""

@@ -13,8 +13,8 @@ from acemerge.calibration.inputs import Batch
 from acemerge.calibration.run import DataRun, ExpertModel
 from acemerge.errors import InputError
 from acemerge.numerics.linalg import row_blocks
-from acemerge.planning.plan import PlannedTensor
-from acemerge.tensors.task_vectors import merge_tensor
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.tensors.merging import merge_tensor
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ class Family:
     """Matrices stored [in, out], the other way round from torch's Linear."""
     buffers: tuple[str, ...] = ()
     """Floating-point constants that are not weights."""
+    fused: tuple[tuple[str, int], ...] = ()
+    """Matrices that are several of equal size, one after another along the output axis, and how many: methods for matrices merge
+    them apart. No family says so today: fused matrices are merged as one."""
 
 
 _CONV1D = ("*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight", "*.q_attn.weight")
@@ -188,6 +191,11 @@ def is_stored_in_out(name: str, family: Family, tensors: Mapping[str, TensorHead
     bias = tensors.get(name.removesuffix("weight") + "bias") if name.endswith(".weight") else None
     rows, columns = tensors[name].shape
     return bias is not None and bias.shape == (columns,) and rows != columns
+
+
+def fused_matrices(name: str, family: Family) -> int:
+    """How many matrices a tensor holds that are to be merged apart; 1 if the family does not say."""
+    return next((count for pattern, count in family.fused if fnmatchcase(name, pattern)), 1)
 
 
 def prefix_exchange(theirs: str, ours: str) -> tuple[str, str]:

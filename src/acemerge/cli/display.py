@@ -15,7 +15,9 @@ from rich.table import Table
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
-from acemerge.planning.plan import Action, Plan
+from acemerge.planning.fates import Action
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import ComputedTensor, computed, is_computed
 from acemerge.recipe.sizes import human_bytes
 from acemerge.reports.page import Finding
 
@@ -71,8 +73,7 @@ def print_plan(plan: Plan) -> None:
     table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
     for tensor in plan.tensors:
         shape = "x".join(map(str, tensor.header.shape)) or "scalar"
-        core = f", in a core of rank {tensor.rank}" if tensor.core else ""
-        why = tensor.reason or (f"by {tensor.method}{core}" + (", stored [in, out]" if tensor.transposed else ""))
+        why = tensor.reason or (_how(tensor) if is_computed(tensor) else "")
         table.add_row(tensor.name, shape, tensor.output_dtype, tensor.action, why)
     for name, original in plan.omitted.items():
         table.add_row(name, "", "", "tied", f"stored once, as {original}")
@@ -85,6 +86,12 @@ def print_plan(plan: Plan) -> None:
         f"{besides}, "
         f"peak memory about {human_bytes(plan.peak_memory)} beyond the program itself, about {plan.flops / 1e9:.1f} GFLOP"
     )
+
+
+def _how(tensor: ComputedTensor) -> str:
+    fate = tensor.fate
+    core = f", in a core of rank {fate.core.rank}" if fate.core else ""
+    return f"by {fate.method}{core}" + (", stored [in, out]" if fate.view.transposed else "")
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
@@ -108,8 +115,8 @@ def _print_summary(plan: Plan, console: Console) -> None:
 
 def _routes(plan: Plan) -> str:
     """How adapters are merged: in their low-rank core, or expanded."""
-    taking_part = [tensor for tensor in plan.tensors if tensor.method]
-    ranks = [tensor.rank for tensor in taking_part if tensor.core]
+    taking_part = computed(plan.tensors)
+    ranks = [tensor.fate.core.rank for tensor in taking_part if tensor.fate.core]
     parts = [f"{len(ranks)} tensors merge in the adapters' common core, of rank {max(ranks)} at most"] if ranks else []
     if len(ranks) < len(taking_part):
         parts.append(f"{len(taking_part) - len(ranks)} as whole tensors, one at a time")

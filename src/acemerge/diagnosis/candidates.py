@@ -15,8 +15,9 @@ from acemerge.execute.opening import make_plan
 from acemerge.execute.passes import Gathered, gather_statistics
 from acemerge.methods import Merged, get_method
 from acemerge.numerics.frame import Frame
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, is_computed
 from acemerge.recipe.arguments import parse_settings
 from acemerge.recipe.recipe import Recipe
 from acemerge.tensors.task_vectors import tensor_context
@@ -34,20 +35,20 @@ class Candidate:
     def merge(self, name: str, task_vectors: Tensor, frame: Frame | None) -> Merged:
         """The merged change of one tensor, in the coordinates of the task vectors."""
         own = self.tensors[name]
-        if own.method is None or own.options is None:
+        if not is_computed(own):
             return Merged(torch.zeros_like(task_vectors[0]))
-        context = tensor_context(self.plan, own, frame, self.statistics.get((own.method, own.options)))
+        context = tensor_context(self.plan, own, frame, self.statistics.get(own.setting))
         try:
-            return get_method(own.method)(task_vectors, own.options, context)
+            return get_method(own.fate.method)(task_vectors, own.fate.options, context)
         except ArithmeticError as error:
             raise MergeError(f"-m {self.label}: tensor '{name}': {error}") from None
 
 
-def common_core(planned: PlannedTensor, candidates: Sequence[Candidate]) -> PlannedTensor:
+def common_core(planned: ComputedTensor, candidates: Sequence[Candidate]) -> ComputedTensor:
     """The tensor in the adapters' core if every candidate merges it there; as a whole matrix otherwise."""
-    own = [candidate.tensors[planned.name] for candidate in candidates]
-    shared = all(tensor.core == planned.core for tensor in own if tensor.method)
-    return planned if shared else replace(planned, core=None, rank=0)
+    own = computed([candidate.tensors[planned.name] for candidate in candidates])
+    shared = all(tensor.fate.core == planned.fate.core for tensor in own)
+    return planned if shared else replace(planned, fate=replace(planned.fate, core=None))
 
 
 def plan_candidates(

@@ -10,7 +10,7 @@ from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
 from acemerge.planning.kinship import RELATED
 from acemerge.reports.page import Finding, Level, gravest_first
-from acemerge.tensors.task_vectors import LARGE_MERGE
+from acemerge.tensors.results import LARGE_MERGE
 
 FAR = 0.3
 """A change longer than this share of the base itself is no small fine-tune."""

@@ -27,10 +27,12 @@ from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity, 
 from acemerge.numerics.covariance import Experts
 from acemerge.numerics.frame import Frame, standard_frame
 from acemerge.planning.layer_names import depths, kind_of
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, is_computed
 from acemerge.recipe.recipe import Recipe, TensorRule
-from acemerge.tensors.task_vectors import load_task_vectors, nonfinite_values, tensor_context
+from acemerge.tensors.nonfinite import nonfinite_values
+from acemerge.tensors.task_vectors import load_task_vectors, tensor_context
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def measure(
     by_name = {tensor.name: tensor for tensor in plan.tensors}
     found = []
     for wide in everything.tensors:
-        if wide.experts:
+        if is_computed(wide):
             planned = by_name[wide.name]
             tensor = _Measure(plan, planned, wide, place[wide.name], where)
             found.append(tensor.take(planned_candidates if wide.name in looked_into else None))
@@ -185,13 +187,13 @@ def _sample(plan: Plan) -> set[str]:
 class _Measure:
     """One tensor at a time."""
 
-    def __init__(self, plan: Plan, planned: PlannedTensor, wide: PlannedTensor, depth: int | None, device: torch.device) -> None:
+    def __init__(self, plan: Plan, planned: PlannedTensor, wide: ComputedTensor, depth: int | None, device: torch.device) -> None:
         self.plan, self.planned, self.wide, self.depth, self.device = plan, planned, wide, depth, device
 
     def take(self, candidates: Sequence[Candidate] | None) -> TensorDiagnosis:
         """Everything about it; forecasts and spectra where there are candidates."""
         planned, is_matrix = self.planned, self.planned.action == "merged"
-        chosen = common_core(planned, candidates or ()) if is_matrix else self.wide
+        chosen = common_core(planned, candidates or ()) if is_matrix and is_computed(planned) else self.wide
         task_vectors, frame = load_task_vectors(self.plan, chosen, self.device)
         base = tensor_context(self.plan, chosen, frame).base
         assert base is not None
@@ -213,13 +215,13 @@ class _Measure:
             planned.name, planned.header.shape, kind_of(planned.name, len(planned.header.shape)), self.depth, planned.action,
             planned.reason, tuple(source.expert for source in chosen.experts), entries, gamma, heterogeneous, ridge_share,
             mean_share, dict(_forecasts(planned.name, task_vectors, frame, looked_into)) if looked_into else {},
-            self._spectra(task_vectors, frame, heterogeneous) if looked_into else None,
+            self._spectra(chosen, task_vectors, frame, heterogeneous) if looked_into else None,
         )  # fmt: skip
 
-    def _spectra(self, task_vectors: Tensor, frame: Frame | None, heterogeneous: bool) -> Spectra:
+    def _spectra(self, chosen: ComputedTensor, task_vectors: Tensor, frame: Frame | None, heterogeneous: bool) -> Spectra:
         """Of P and M of ACE."""
         ace, options = get_method("ace"), asdict(self.plan.options)
-        context = tensor_context(self.plan, self.planned, frame)
+        context = tensor_context(self.plan, chosen, frame)
         P = ace(task_vectors, ace.options({**options, "refine": False}), context).delta
         M = ace(task_vectors, ace.options(options), context).delta if heterogeneous and options["refine"] else P
         return measure_spectra(task_vectors, P, M, (frame or standard_frame(task_vectors)).shape)

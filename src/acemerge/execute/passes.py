@@ -10,17 +10,20 @@ from typing import Any
 import torch
 
 from acemerge.calibration.run import DataRun
-from acemerge.methods import Options, get_method
+from acemerge.methods import get_method
 from acemerge.methods.registry import Statistics, TensorStatistics
-from acemerge.numerics.frame import Sides
 from acemerge.numerics.linalg import sum_of_squares
 from acemerge.numerics.pieces import Piece
 from acemerge.output.input_hashes import Hashes
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.fates import Core, Setting
+from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
-from acemerge.tensors.task_vectors import excuse_nonfinite, load_task_vectors, pieces_context, stored_values, tensor_context
+from acemerge.planning.tensor import ComputedTensor, apart, computed
+from acemerge.tensors.nonfinite import excuse_nonfinite
+from acemerge.tensors.task_vectors import load_task_vectors, pieces_context, stored_values, tensor_context
 
-Gathered = Mapping[tuple[str | None, Options | None], Any]
+Gathered = Mapping[Setting | None, Any]
+"""By a tensor's setting; a tensor that no method makes has none, and finds nothing."""
 
 
 def gather_statistics(plan: Plan, device: torch.device, progress: Progress, hashes: Callable[[], Hashes] = dict) -> Gathered:
@@ -36,7 +39,7 @@ def gather_at_points(
 ) -> list[Gathered]:
     """The same for each of several plans, which differ in their method's options alone; their passes read every tensor once."""
     passes: dict[tuple[object, ...], _Pass] = {}
-    gathered: list[dict[tuple[str | None, Options | None], Any]] = [{} for _ in plans]
+    gathered: list[dict[Setting | None, Any]] = [{} for _ in plans]
     for plan, own in zip(plans, gathered, strict=True):
         names = tuple(expert.name for expert in plan.experts)
         for (method, options), tensors in _groups(plan).items():
@@ -54,11 +57,11 @@ def gather_at_points(
     return list(gathered)
 
 
-def _groups(plan: Plan) -> dict[tuple[str, Options], list[PlannedTensor]]:
-    groups: dict[tuple[str, Options], list[PlannedTensor]] = {}
-    for planned in plan.tensors:
-        if planned.action == "merged" and planned.method and planned.options:
-            groups.setdefault((planned.method, planned.options), []).append(planned)
+def _groups(plan: Plan) -> dict[Setting, list[ComputedTensor]]:
+    groups: dict[Setting, list[ComputedTensor]] = {}
+    for planned in computed(plan.tensors):
+        if planned.action == "merged":
+            groups.setdefault(planned.fate.setting, []).append(planned)
     return groups
 
 
@@ -67,7 +70,7 @@ class _Pass:
     """What one method, at one point, must see."""
 
     plan: Plan
-    tensors: Mapping[str, PlannedTensor]
+    tensors: Mapping[str, ComputedTensor]
     statistics: Statistics
 
 
@@ -86,10 +89,10 @@ def _run_passes(passes: Sequence[_Pass], device: torch.device, progress: Progres
 
 def _show(passes: Sequence[_Pass], name: str, device: torch.device, *, first: bool) -> bool:
     """One tensor to all that must see it, read once for each way to see it; whether it is sound, as the first pass finds."""
-    alike: dict[tuple[Sides | None, bool], list[_Pass]] = {}
+    alike: dict[tuple[Core | None, bool], list[_Pass]] = {}
     for each in passes:
-        planned = each.tensors[name]
-        alike.setdefault((planned.core, planned.in_pieces and device.type == "cpu"), []).append(each)
+        fate = each.tensors[name].fate
+        alike.setdefault((fate.core, fate.in_pieces and device.type == "cpu"), []).append(each)
     return all(
         _show_pieces(group, name, first=first) if in_pieces else _show_whole(group, name, device, first=first)
         for (_, in_pieces), group in alike.items()
@@ -116,9 +119,10 @@ def _show_pieces(passes: Sequence[_Pass], name: str, *, first: bool) -> bool:
 
 def _show_whole(passes: Sequence[_Pass], name: str, device: torch.device, *, first: bool) -> bool:
     plan, planned = passes[0].plan, passes[0].tensors[name]
-    task_vectors, frame = load_task_vectors(plan, planned, device)
-    if first and not all(math.isfinite(sum_of_squares(task_vector)) for task_vector in task_vectors):
+    matrices = [load_task_vectors(plan, matrix, device) for matrix in apart(planned)]
+    if first and not all(math.isfinite(sum_of_squares(own)) for task_vectors, _ in matrices for own in task_vectors):
         return excuse_nonfinite(plan, planned)
     for each in passes:
-        each.statistics.observe(task_vectors, tensor_context(each.plan, each.tensors[name], frame))
+        for matrix, (task_vectors, frame) in zip(apart(each.tensors[name]), matrices, strict=True):
+            each.statistics.observe(task_vectors, tensor_context(each.plan, matrix, frame))
     return True

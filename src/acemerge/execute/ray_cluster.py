@@ -32,8 +32,9 @@ from acemerge.execute.ray_task import Order, Part, write_shard
 from acemerge.execute.shard import Record
 from acemerge.methods import get_method
 from acemerge.output.resources import FORCE, check_memory, peak_memory, tensor_memory
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
+from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.sizes import human_bytes
 
 TRIES = 4
@@ -145,7 +146,7 @@ class RayEngine:
         try:
             packed: bytes = cloudpickle.dumps(Order(recipes, self.scene, digests, Path.cwd(), work.gathered))
         except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
-            methods = {str(method) for found in work.gathered.values() for method, _ in found}
+            methods = {method for found in work.gathered.values() for method, _ in filter(None, found)}
             who = ", ".join(sorted(methods)) or "the suite"
             raise InputError(
                 f"--engine ray: what {who} gathered cannot be sent to other processes ({error}); use --engine local"

@@ -21,7 +21,8 @@ from acemerge.execute.compute import compute_threads, torch_device
 from acemerge.execute.opening import Scene
 from acemerge.execute.passes import Gathered
 from acemerge.execute.shard import Record, ShardWriter
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.recipe import Recipe
 
 

@@ -20,16 +20,14 @@ from acemerge.execute.together import own_stream, together
 from acemerge.numerics.threads import share
 from acemerge.output.adapter_writer import AdapterWriter
 from acemerge.output.writer import PartsWriter, StreamedFile, tensor_sha256
-from acemerge.planning.plan import Plan, PlannedTensor, tensor_record
+from acemerge.planning.plan import Plan, tensor_record
 from acemerge.planning.progress import Progress
-from acemerge.tensors.task_vectors import (
-    MergedFactors,
-    MergedTensor,
-    TensorMerge,
-    merge_tensor_at_points,
-    merge_to_factors_at_points,
-    prefetch,
-)
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.tensors.computing import TensorMerge
+from acemerge.tensors.factoring import merge_to_factors_at_points
+from acemerge.tensors.merging import merge_tensor_at_points
+from acemerge.tensors.results import MergedFactors, MergedTensor
+from acemerge.tensors.task_vectors import prefetch
 
 Record = dict[str, Any]
 """What is noted of a finished shard: its hash, its parts' and what became of each of its tensors."""
@@ -86,7 +84,7 @@ class ShardWriter:
 
     def _merge(self, row: Sequence[PlannedTensor]) -> AtSettings:
         merges = [
-            TensorMerge(plan, tensor, found.get((tensor.method, tensor.options)))
+            TensorMerge(plan, tensor, found.get(tensor.setting))
             for plan, tensor, found in zip(self.plans, row, self.gathered, strict=True)
         ]
         if row[0].form == "factors":

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from acemerge.planning.plan import PlannedTensor
+from acemerge.planning.tensor import PlannedTensor
 
 _DEVICES = ("cuda",)
 _ENTRIES = 2**24

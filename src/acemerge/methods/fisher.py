@@ -201,6 +201,5 @@ def fisher(task_vectors: Float[Tensor, "task *shape"], options: FisherOptions, c
     information = []
     for expert in context.experts:
         found = measured.of(expert, context.tensor)
-        oriented = found.T if found is not None and context.transposed else found
-        information.append(oriented * measured.scale(expert) if oriented is not None else None)
+        information.append(context.to_method(found) * measured.scale(expert) if found is not None else None)
     return merge_by_information(task_vectors, information, weights, options.floor)

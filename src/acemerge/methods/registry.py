@@ -65,8 +65,8 @@ class Context:
     """What the method's statistics pass gathered, or what it measured on data."""
     frame: Frame | None = None
     """The coordinates that the task vectors are given in; those of the tensor itself by default."""
-    transposed: bool = False
-    """Whether the file stores the tensor the other way round than the task vectors are given."""
+    to_method: Callable[[Tensor], Tensor] = lambda stored: stored
+    """Turns what is laid out as the file stores the tensor the way the task vectors are given."""
 
     def frame_of(self, task_vectors: Float[Tensor, "task *shape"]) -> Frame:
         """The coordinates of these task vectors."""

@@ -19,8 +19,8 @@ from acemerge.calibration.run import DataRun, ExpertModel
 from acemerge.checkpoints.folder import WeightsFile
 from acemerge.methods.registry import Context, Merged, method
 from acemerge.methods.regmean import OffDiagonal, RegMeanOptions, regmean
-from acemerge.planning.plan import PlannedTensor
-from acemerge.tensors.task_vectors import merge_tensor
+from acemerge.planning.tensor import PlannedTensor
+from acemerge.tensors.merging import merge_tensor
 
 
 @dataclass(frozen=True)

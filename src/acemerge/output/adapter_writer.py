@@ -21,12 +21,13 @@ from acemerge.checkpoints.folder import Checkpoint, open_file
 from acemerge.errors import MergeError
 from acemerge.output.input_hashes import content_sha256
 from acemerge.output.writer import GrowingFile
-from acemerge.planning.plan import ADAPTER_WEIGHTS, Plan, PlannedTensor
+from acemerge.planning.plan import ADAPTER_WEIGHTS, Plan
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, is_computed
 from acemerge.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from acemerge.checkpoints.source import Sources
-    from acemerge.tensors.task_vectors import MergedFactors
+    from acemerge.tensors.results import MergedFactors
 
 PREFIX = "base_model.model."
 ROUNDED_TO_FLOAT32 = 1e-6
@@ -45,7 +46,7 @@ def plan_as_adapter(
     full = [expert.where for expert in experts if not isinstance(expert, Adapter)]
     if full:
         return list(tensors), [f"--as adapter: {full[0]} is a full model, not an adapter; leave out --as adapter, or that expert"]
-    planned = [replace(t, form="absent") if t.method is None else _in_its_form(t, experts, recipe) for t in tensors]
+    planned = [_in_its_form(t, experts, recipe) if is_computed(t) else replace(t, form="absent") for t in tensors]
     saved = {_module(t.name) for t in planned if t.form == "value"}
     # peft loads a saved module whole, so what is left to the base is written too.
     planned = [replace(t, form="value") if t.form == "absent" and _module(t.name) in saved else t for t in planned]
@@ -56,13 +57,14 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _in_its_form(tensor: PlannedTensor, experts: Sequence[Checkpoint], recipe: Recipe) -> PlannedTensor:
-    changes = [(experts[s.expert].changes or {}).get(s.name) for s in tensor.experts if s.name]
+def _in_its_form(tensor: ComputedTensor, experts: Sequence[Checkpoint], recipe: Recipe) -> PlannedTensor:
+    changes = [(experts[s.expert].changes or {}).get(s.name) for s in tensor.fate.experts if s.name]
     if not all(isinstance(change, LoraChange) for change in changes):
         return replace(tensor, form="value")
     rows = tensor.header.shape[0]
-    largest = min(rows, tensor.header.elements // rows, tensor.rank if tensor.core else tensor.header.elements)
-    rank = min(largest, recipe.rank) if recipe.rank else largest if tensor.core else 0
+    core = tensor.fate.core
+    largest = min(rows, tensor.header.elements // rows, core.rank if core else tensor.header.elements)
+    rank = min(largest, recipe.rank) if recipe.rank else largest if core else 0
     return replace(tensor, form="factors", factors_rank=rank, output_dtype=recipe.dtype or "float32")
 
 
@@ -110,8 +112,7 @@ class AdapterWriter:
         """A merged change, as A and B of its module."""
         self._has_factors = True
         change = self._first_change(planned)
-        left, right = merged.factors.left, merged.factors.right
-        A, B = (left.T, right.T) if change.stored_in_out != planned.transposed else (right, left)
+        A, B = change.from_factors(merged.factors)
         rank, dtype = A.shape[0], getattr(torch, planned.output_dtype)
         kind, suffix = ("lora_embedding_", "") if change.is_embedding else ("lora_", ".weight")
         ones = [1] * (len(change.shape) - 2)  # a convolution's A has its window, its B has none

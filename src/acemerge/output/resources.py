@@ -9,7 +9,9 @@ from pathlib import Path
 from acemerge.methods import get_method
 from acemerge.methods.shared_routes import find_route
 from acemerge.output.staging import partial_folder
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning import estimates
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor, core_shape, is_computed
 from acemerge.recipe.sizes import human_bytes
 
 FORCE = "or pass --force to try"
@@ -43,12 +45,12 @@ def peak_memory(plans: Sequence[Plan]) -> int:
 
 def tensor_memory(tensor: PlannedTensor, settings: int) -> int:
     """The same of one tensor: with what its method's shared route holds besides, if there are several settings."""
-    route = find_route(tensor.method) if tensor.method and settings > 1 else None
-    if route is None or tensor.method is None:
-        return tensor.peak_memory
-    shape = tensor.core_shape
-    more = route.float64_elements(*shape) - get_method(tensor.method).float64_elements(*shape)
-    return tensor.peak_memory + int(8 * max(0.0, more))
+    alone = estimates.peak_memory(tensor)
+    if settings == 1 or not is_computed(tensor) or (route := find_route(tensor.fate.method)) is None:
+        return alone
+    shape = core_shape(tensor)
+    more = route.float64_elements(*shape) - get_method(tensor.fate.method).float64_elements(*shape)
+    return alone + int(8 * max(0.0, more))
 
 
 def check_memory(needed: int) -> str | None:

@@ -31,7 +31,7 @@ from acemerge.output.staging import check_output, staged_output
 from acemerge.output.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
 from acemerge.output.writer import MANIFEST, write_manifest, write_safetensors
 from acemerge.planning.plan import Plan
-from acemerge.tensors.task_vectors import INSIST, REPAIR, count_nonfinite
+from acemerge.tensors.nonfinite import INSIST, REPAIR, count_nonfinite
 
 
 def write_heads(plan: Plan, folder: Path) -> None:
@@ -123,7 +123,7 @@ class TaskModel:
 
 
 def _unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
-    """The mask that `task_vectors` packed."""
+    """The mask that `tensors.parts` packed."""
     if len(bits) != (shape.numel() + 7) // 8:
         raise ValueError(f"{len(bits)} bytes of mask for {shape.numel()} entries")
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).reshape(shape)

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor, computed
 
 RELATED = 0.5
 """A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
@@ -35,7 +36,7 @@ def _matrices_of(plan: Plan, index: int) -> list[tuple[PlannedTensor, str]]:
     changes = plan.experts[index].changes
     if changes is not None:
         return []
-    matrices = [tensor for tensor in plan.tensors if tensor.method and len(tensor.header.shape) == 2]
+    matrices = [tensor for tensor in computed(plan.tensors) if len(tensor.header.shape) == 2]
     return [(tensor, source.name) for tensor in matrices for source in tensor.experts if source.expert == index and source.name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -15,6 +16,7 @@ from acemerge.checkpoints.families import (
     BUFFERS,
     align_names,
     choose_family,
+    fused_matrices,
     is_output_layer,
     is_stored_in_out,
     is_task_head,
@@ -27,10 +29,12 @@ from acemerge.errors import InputError, PreflightError
 from acemerge.methods import Method, Options, get_method
 from acemerge.numerics.frame import Sides
 from acemerge.output.adapter_writer import plan_as_adapter
-from acemerge.planning.plan import Action, ExpertTensor, Plan, PlannedHead, PlannedTensor, per_task_methods
+from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged
+from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
+from acemerge.planning.reasons import Reason, Why
+from acemerge.planning.tensor import Planned, PlannedTensor, computed
+from acemerge.planning.view import View
 from acemerge.recipe.recipe import Recipe, TensorRule
-
-_ABSENT, _UNCHANGED = "no expert has it", "no adapter changes it"
 
 
 def build_plan(
@@ -107,30 +111,29 @@ class _Planner:
     def _decide(self, name: str) -> PlannedTensor:
         header = self.base.tensors[name]
         dtype = self.recipe.dtype if self.recipe.dtype and header.is_mergeable else header.dtype
-
-        def without_method(action: Action, reason: str) -> PlannedTensor:
-            return PlannedTensor(name, header, action, reason, dtype)
-
         if header.dtype.startswith("float8"):
             self.problems.append(f"tensor '{name}' of {self.base.where} is stored as {header.dtype}; give an unquantised model")
+        return Planned(name=name, header=header, output_dtype=dtype, fate=self._fate(name, header))
+
+    def _fate(self, name: str, header: TensorHeader) -> Fate:
         if not header.is_mergeable:
-            return without_method("copied", f"{header.dtype} values are not weights")
+            return Copied(reason=Reason(Why.NOT_WEIGHTS, header.dtype))
         if matches(name, (*BUFFERS, *self.family.buffers)):
-            return without_method("copied", "a constant, not a weight")
+            return Copied(reason=Reason(Why.CONSTANT))
         rule = self._rule_for(name)
         if rule is not None and rule.do == "head":
-            return without_method("kept", f"rule '{rule.match}': a task head; each expert's own is in heads/")
+            return Kept(reason=Reason(Why.TASK_HEAD_BY_RULE, rule.match))
         if rule is not None and rule.do == "keep":
-            return without_method("kept", f"rule '{rule.match}'")
+            return Kept(reason=Reason(Why.RULE, rule.match))
         if not _forces(rule) and is_task_head(name):
-            return without_method("kept", "a task head; each expert's own is in heads/")
+            return Kept(reason=Reason(Why.TASK_HEAD))
         sources = self._sources(name)
         if not sources:
-            return without_method("kept", _UNCHANGED if self.only_adapters else _ABSENT)
-        action, reason = self._fate(name, header, rule, sources)
+            return Kept(reason=Reason(Why.UNCHANGED if self.only_adapters else Why.ABSENT))
+        action, reason = self._action(name, header, rule, sources)
         if action == "kept":
             self._note_shapes(name, header, sources)
-            return without_method("kept", reason)
+            return Kept(reason=reason)
         self._check_shapes(name, header, sources)
         method, options = self._method_for(rule)
         if action == "averaged":
@@ -138,16 +141,34 @@ class _Planner:
         elif options is not self.options or (self.recipe.missing == "skip" and len(sources) < len(self.experts)):
             for problem in _miscounts(method, options, len(sources)):
                 self.miscounts.setdefault(problem, []).append(name)
-        is_matrix = len(header.shape) == 2
-        transposed = (
-            self.recipe.orientation == "canonical" and is_matrix and is_stored_in_out(name, self.family, self.base.tensors)
-        )
-        if action == "merged" and self.layers and method.touches in ("linear", "blocks"):
-            transposed = self.layers.stored_in_out(sources)
-        core, rank = self._core(sources, method.core_sides(options))
         whole = all(their_name not in (expert.changes or {}) for expert, their_name in self._present(sources))
-        pieces = method.is_elementwise(options) and whole
-        return PlannedTensor(name, header, action, reason, dtype, method.name, options, transposed, sources, core, rank, pieces)
+        computed_fate = Merged if action == "merged" else Averaged
+        return computed_fate(
+            reason=reason,
+            method=method.name,
+            options=options,
+            view=self._view(name, header, action, method, sources),
+            experts=sources,
+            core=self._core(sources, method.core_sides(options)),
+            in_pieces=method.is_elementwise(options) and whole,
+        )
+
+    def _view(self, name: str, header: TensorHeader, action: Action, method: Method, sources: tuple[ExpertTensor, ...]) -> View:
+        """How the method sees it: matrices [out, in], and those that the file has fused apart, if the method is for matrices."""
+        if action == "merged" and self.layers and method.touches in ("linear", "blocks"):
+            return View(transposed=self.layers.stored_in_out(sources))
+        if self.recipe.orientation == "stored" or len(header.shape) != 2:
+            return View()
+        view = View(transposed=is_stored_in_out(name, self.family, self.base.tensors))
+        fused = fused_matrices(name, self.family)
+        if fused == 1 or action == "averaged" or method.touches != "matrices":
+            return view
+        outputs = header.shape[1 if view.transposed else 0]
+        if outputs % fused or self.recipe.save_as == "adapter":
+            why = f"its {outputs} outputs are not {fused} equal parts" if outputs % fused else "an adapter has one change of it"
+            self.notes.append(f"'{name}' holds {fused} matrices, but is merged as one: {why}")
+            return view
+        return replace(view, fused=fused)
 
     def _rule_for(self, name: str) -> TensorRule | None:
         for index, rule in enumerate(self.recipe.tensors):
@@ -166,12 +187,12 @@ class _Planner:
         except InputError as error:
             raise InputError(f"recipe rule '{rule.match}': {error}") from None
 
-    def _fate(
+    def _action(
         self, name: str, header: TensorHeader, rule: TensorRule | None, sources: tuple[ExpertTensor, ...]
-    ) -> tuple[Action, str]:
+    ) -> tuple[Action, Reason]:
         """Merged, averaged or kept, for a weight that at least one expert has."""
         method, _ = self._method_for(rule)
-        asked = f"rule '{rule.match}'" if rule else ""
+        asked = Reason(Why.RULE, rule.match) if rule else Reason(Why.METHOD)
         if rule is not None and rule.do == "average":
             return "averaged", asked
         if method.touches == "all":
@@ -180,14 +201,14 @@ class _Planner:
             assert self.layers is not None
             return self.layers.fate(method, sources)
         if not _forces(rule) and matches(name, self.family.kept):
-            return "kept", f"preset '{self.family.name}' leaves it at the base"
+            return "kept", Reason(Why.KEPT_BY_PRESET, self.family.name)
         rest: Action = "averaged" if method.rest == "average" else "kept"
         if len(header.shape) != 2:
-            return rest, f"{len(header.shape)}-D, not a matrix"
+            return rest, Reason(Why.NOT_A_MATRIX, str(len(header.shape)))
         if min(header.shape) <= 1:
-            return rest, "a matrix with one row or column is a vector"
+            return rest, Reason(Why.VECTOR)
         if not _forces(rule) and matches(name, self.family.averaged):
-            return rest, f"preset '{self.family.name}' does not take it for a linear map"
+            return rest, Reason(Why.NOT_LINEAR_BY_PRESET, self.family.name)
         return "merged", asked
 
     def _sources(self, name: str) -> tuple[ExpertTensor, ...]:
@@ -198,17 +219,19 @@ class _Planner:
             return ()
         return tuple(source for source in found if source.name is not None or self.experts[source.expert].changes is not None)
 
-    def _core(self, sources: Sequence[ExpertTensor], sides: Sides | None) -> tuple[Sides | None, int]:
-        """Whether all experts change it by low-rank factors that the method can merge as such; and the sum of their ranks."""
+    def _core(self, sources: Sequence[ExpertTensor], sides: Sides | None) -> Core | None:
+        """Of low-rank factors, if all experts change it by such and the method can merge them as such."""
+        if sides is None:
+            return None
         rank = 0
         for source in sources:
             if source.name is None:
                 continue
             change = (self.experts[source.expert].changes or {}).get(source.name)
             if not isinstance(change, LoraChange) or not change.is_low_rank:
-                return None, 0
+                return None
             rank += change.rank
-        return (sides, rank) if sides else (None, 0)
+        return Core(sides, rank)
 
     def _present(self, sources: Sequence[ExpertTensor]) -> list[tuple[Checkpoint, str]]:
         return [(self.experts[source.expert], source.name) for source in sources if source.name is not None]
@@ -251,8 +274,9 @@ class _Planner:
     # -- what experts lack or add
 
     def _report_missing(self, tensors: Sequence[PlannedTensor]) -> None:
+        taking_part = computed(tensors)
         for index, expert in enumerate(self.experts):
-            lacking = [t.name for t in tensors if t.method and all(source.expert != index for source in t.experts)]
+            lacking = [t.name for t in taking_part if all(source.expert != index for source in t.experts)]
             if not lacking:
                 continue
             listing = _some(lacking)
@@ -263,10 +287,10 @@ class _Planner:
                     f"expert {expert.where} lacks {listing}, which other experts have; complete its files, or pass "
                     "--missing skip to merge those tensors from the experts that have them"
                 )
-        unmatched = [tensor.name for tensor in tensors if tensor.reason == _ABSENT]
+        unmatched = [tensor.name for tensor in tensors if tensor.fate.reason.why is Why.ABSENT]
         if unmatched:
             self.notes.append(f"no expert has {_some(unmatched)}: kept at the base")
-        if not any(tensor.method for tensor in tensors) and not self.problems:
+        if not taking_part and not self.problems:
             self.problems.append(
                 f"base {self.base.where} and the experts have no weights in common to merge; are these fine-tunes of this base?"
             )
@@ -295,7 +319,7 @@ class _Planner:
     def _belongs_to_head(self, ours: str, theirs: str, planned: Mapping[str, PlannedTensor], expert: Checkpoint) -> bool:
         """Whether an expert's tensor is its own; reports it when it has no place in the output at all."""
         if ours in planned:
-            return planned[ours].action == "kept" and "a task head" in planned[ours].reason
+            return planned[ours].fate.reason.is_task_head
         if expert.changes and theirs in expert.changes:
             self.strangers.setdefault(expert.name, []).append(theirs)  # a change of nothing
             return False

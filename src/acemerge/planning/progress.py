@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Protocol
 
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.estimates import input_bytes
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.sizes import human_bytes
 
 
@@ -68,7 +70,7 @@ class PlainProgress:
     def advance(self, tensor: PlannedTensor) -> None:
         """One tensor is done."""
         self._done_tensors += 1
-        self._done_bytes += tensor.input_bytes
+        self._done_bytes += input_bytes(tensor)
         share, now = self._done_bytes / self._bytes, time.monotonic()
         quiet_for = now - self._printed
         if (share >= self._next_share and quiet_for > 1) or quiet_for > 30 or self._done_tensors == self._tensors:
@@ -110,7 +112,7 @@ class LiveProgress:
     def advance(self, tensor: PlannedTensor) -> None:
         """One tensor is done."""
         self._done += 1
-        self.bar.update(self._task, advance=tensor.input_bytes, description=tensor.name, count=f"{self._done}/{self._tensors}")
+        self.bar.update(self._task, advance=input_bytes(tensor), description=tensor.name, count=f"{self._done}/{self._tensors}")
 
     def say(self, message: str) -> None:
         """Above the bar."""

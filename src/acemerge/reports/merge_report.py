@@ -22,7 +22,7 @@ from acemerge.reports.layer_figures import (
     regulariser_figure,
 )
 from acemerge.reports.page import Column, Finding, Page, Table, gravest_first, verdict_of
-from acemerge.tensors.task_vectors import LARGE_MERGE
+from acemerge.tensors.results import LARGE_MERGE
 
 _ACTIONS = ("merged", "averaged", "kept", "copied")
 LOST = 0.05

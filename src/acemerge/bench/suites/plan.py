@@ -9,7 +9,8 @@ from torch import Tensor
 
 from acemerge.bench.suites.registry import Suite
 from acemerge.execute.opening import find_sources, make_plan
-from acemerge.planning.plan import Plan, PlannedTensor
+from acemerge.planning.plan import Plan
+from acemerge.planning.tensor import PlannedTensor, computed
 from acemerge.recipe.recipe import Recipe, make_recipe
 from acemerge.tensors.task_vectors import load_task_vectors
 
@@ -28,6 +29,6 @@ def plan_suite(suite: Suite, seed: int) -> Plan:
 
 def merged_matrices(plan: Plan) -> Iterator[tuple[PlannedTensor, Tensor]]:
     """Every tensor that the method merges, with its task vectors [task, out, in]."""
-    for planned in plan.tensors:
+    for planned in computed(plan.tensors):
         if planned.action == "merged":
             yield planned, load_task_vectors(plan, planned, torch.device("cpu"))[0]

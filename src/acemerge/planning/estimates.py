@@ -1,0 +1,73 @@
+"""What a tensor costs: bytes read and written, operations, and memory at the peak."""
+
+from __future__ import annotations
+
+from acemerge.methods import get_method
+from acemerge.planning.fates import Core, Merged
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, apart, core_shape, is_computed, matrix_shape
+
+
+def input_bytes(tensor: PlannedTensor) -> int:
+    """What is read for it, in the base's dtype; of adapters, their factors, in float32."""
+    if is_computed(tensor) and tensor.fate.core:
+        _, rows, columns = matrix_shape(tensor)
+        return (rows + columns) * tensor.fate.core.rank * 4 + (tensor.header.nbytes if tensor.form == "value" else 0)
+    if tensor.form == "absent":
+        return 0
+    return tensor.header.nbytes * (1 + len(tensor.experts))
+
+
+def parts_bytes(tensor: PlannedTensor) -> int:
+    """What a method with one model per task writes for it to shared/ and tasks/, at most."""
+    if not is_computed(tensor) or not get_method(tensor.fate.method).per_task:
+        return 0
+    size = 8 if tensor.output_dtype == "float64" else 4
+    lost_by_rounding = 2 * tensor.header.elements if tensor.output_dtype in ("float16", "bfloat16") else 0
+    elements = get_method(tensor.fate.method).parts_elements(tensor.fate.options, *matrix_shape(tensor))
+    return int(size * elements) + lost_by_rounding
+
+
+def flops(tensor: PlannedTensor) -> float:
+    """Estimated operations."""
+    return sum(map(_flops, apart(tensor))) if is_computed(tensor) else 0.0
+
+
+def _flops(tensor: ComputedTensor) -> float:
+    work = get_method(tensor.fate.method).flops(*core_shape(tensor))
+    if core := tensor.fate.core:  # to the core by QR, and back
+        _, rows, columns = matrix_shape(tensor)
+        work += 4.0 * (rows + columns) * core.rank**2 + 2.0 * rows * columns * core.rank
+    return work
+
+
+def peak_memory(tensor: PlannedTensor) -> int:
+    """Estimated bytes of this process's own memory while this tensor is merged; the inputs are memory-mapped."""
+    if not is_computed(tensor):
+        return tensor.output_bytes
+    if tensor.fate.core:
+        return _peak_memory_in_core(tensor, tensor.fate.core)
+    if tensor.fate.in_pieces:
+        return 2 * tensor.output_bytes  # one is merged while the one before is written
+    whole = tensor.header.elements * _working_size(tensor)
+    working = get_method(tensor.fate.method).float64_elements(*matrix_shape(tensor)) * 8
+    return int(len(tensor.fate.experts) * whole + max(working, whole) + tensor.output_bytes)
+
+
+def _peak_memory_in_core(tensor: ComputedTensor, core: Core) -> int:
+    tasks, p, q = core_shape(tensor)
+    _, rows, columns = matrix_shape(tensor)
+    bases = 3.0 * (rows + columns) * (core.rank + 1)
+    working = tasks * p * q + get_method(tensor.fate.method).float64_elements(tasks, p, q)
+    leaving = tensor.header.elements * _working_size(tensor) if tensor.form == "value" else 0
+    return int(8 * (bases + working) + tensor.output_bytes + leaving)
+
+
+def _working_size(tensor: PlannedTensor) -> int:
+    return 8 if tensor.header.dtype == "float64" else 4
+
+
+def measured_bytes(tensor: PlannedTensor) -> int:
+    """Of one expert, while its model runs on data."""
+    if not is_computed(tensor) or not isinstance(tensor.fate, Merged):
+        return 0
+    return int(8 * get_method(tensor.fate.method).measured_elements(*matrix_shape(tensor)))

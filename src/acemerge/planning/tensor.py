@@ -1,0 +1,106 @@
+"""One tensor of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeGuard, TypeVar
+
+from acemerge.checkpoints.folder import TensorHeader, element_size
+from acemerge.planning.fates import Action, Computed, ExpertTensor, Fate, Setting
+
+Form = Literal["value", "factors", "absent"]
+AnyFate = TypeVar("AnyFate", bound=Fate, covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Generic[AnyFate]):
+    """What will happen to one tensor of the base, and why."""
+
+    name: str
+    header: TensorHeader
+    output_dtype: str
+    fate: AnyFate
+    form: Form = "value"
+    """How the output holds it: as its value; as the factors of its change; or, left to the base, not at all."""
+    factors_rank: int = 0
+    """At most, if it is written as factors."""
+
+    @property
+    def action(self) -> Action:
+        """Its fate in a word."""
+        return self.fate.action
+
+    @property
+    def reason(self) -> str:
+        """Why, in words; empty if there is nothing to explain."""
+        return str(self.fate.reason)
+
+    @property
+    def method(self) -> str | None:
+        """What makes it, unless it stays as it is."""
+        return self.fate.method if isinstance(self.fate, Computed) else None
+
+    @property
+    def setting(self) -> Setting | None:
+        """Its method and options, unless it stays as it is."""
+        return self.fate.setting if isinstance(self.fate, Computed) else None
+
+    @property
+    def experts(self) -> tuple[ExpertTensor, ...]:
+        """Those that take part."""
+        return self.fate.experts if isinstance(self.fate, Computed) else ()
+
+    @property
+    def output_bytes(self) -> int:
+        """Its size in the output, at most."""
+        size = element_size(self.output_dtype)
+        if self.form == "factors":
+            rows = self.header.shape[0]
+            return (rows + self.header.elements // max(1, rows)) * self.factors_rank * size
+        return self.header.elements * size if self.form == "value" else 0
+
+
+PlannedTensor = Planned[Fate]
+ComputedTensor = Planned[Computed]
+
+
+def is_computed(tensor: PlannedTensor) -> TypeGuard[ComputedTensor]:
+    """Whether a method makes it."""
+    return isinstance(tensor.fate, Computed)
+
+
+def computed(tensors: Sequence[PlannedTensor]) -> list[ComputedTensor]:
+    """Those of them that a method makes."""
+    return [tensor for tensor in tensors if is_computed(tensor)]
+
+
+def apart(tensor: ComputedTensor) -> list[ComputedTensor]:
+    """A fused matrix as the matrices that are merged for themselves; any other tensor as it is."""
+    return [
+        replace(
+            tensor,
+            header=replace(tensor.header, shape=view.own_shape(tensor.header.shape)),
+            fate=replace(tensor.fate, view=view),
+        )
+        for view in tensor.fate.view.apart()
+    ]
+
+
+def matrix_shape(tensor: ComputedTensor) -> tuple[int, int, int]:
+    """(tasks, out, in) as the method sees it; a tensor that is not a matrix counts as one row, unless it has a core."""
+    fate, shape = tensor.fate, tensor.header.shape
+    rows = shape[0] if len(shape) == 2 or fate.core else 1
+    columns = tensor.header.elements // max(1, rows)
+    return (len(fate.experts), columns, rows) if fate.view.transposed else (len(fate.experts), rows, columns)
+
+
+def core_shape(tensor: ComputedTensor) -> tuple[int, int, int]:
+    """(tasks, p, q) of what the method sees: the cores, where there are any."""
+    tasks, rows, columns = matrix_shape(tensor)
+    core = tensor.fate.core
+    if core is None:
+        return tasks, rows, columns
+    rows = min(rows, core.rank + 1) if core.sides in ("both", "out") else rows
+    columns = min(columns, core.rank) if core.sides in ("both", "in") else columns
+    return tasks, rows, columns

@@ -1,0 +1,60 @@
+"""What comes out of a merge of one tensor: the value or the factors to write, and what a report says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from acemerge.methods import get_method
+from acemerge.methods.option_text import Fact
+from acemerge.numerics.frame import Factors
+from acemerge.planning.tensor import PlannedTensor
+
+TensorFact = Fact | list[float]
+"""What a report says of a tensor: what its method tells, and norms; `task_norms` in the order of its experts."""
+LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
+_ANOTHER_EPSILON = (
+    "try a smaller alpha or, with ACE, another epsilon: larger where the regulariser's share of the system (ridge_share) is near "
+    "0, smaller where it is near 1"
+)
+_MORE_ROWS = "that is common where inputs are few or much alike; more rows or, with RegMean, a smaller off_diagonal shorten it"
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """The value to write, on the CPU, in the output dtype and the stored layout; facts and warnings for the report."""
+
+    value: Tensor
+    facts: Mapping[str, TensorFact]
+    warnings: tuple[str, ...] = ()
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Of methods with one model per task: each expert's own parts, and what all of them refer to, as they are stored."""
+
+
+@dataclass(frozen=True)
+class MergedFactors:
+    """A merged change as the product of two small matrices, in the stored order; facts and warnings for the report."""
+
+    factors: Factors
+    facts: Mapping[str, TensorFact]
+    warnings: tuple[str, ...] = ()
+
+
+def norms(energies: Sequence[float], merged_energy: float) -> dict[str, TensorFact]:
+    """How long the merged change is, and against the longest task vector."""
+    norm, largest = math.sqrt(merged_energy), math.sqrt(max(energies))
+    return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
+
+
+def tensor_warnings(planned: PlannedTensor, facts: Mapping[str, TensorFact], given: Sequence[str]) -> tuple[str, ...]:
+    """What was given and what the facts show, with the tensor's name."""
+    found = list(given)
+    ratio = facts.get("norm_ratio", 0.0)
+    if isinstance(ratio, float) and ratio > LARGE_MERGE:
+        advice = _MORE_ROWS if planned.method and get_method(planned.method).uses == "data" else _ANOTHER_EPSILON
+        found.append(f"the merged change is {ratio:.1f}x the largest task vector; {advice}")
+    return tuple(f"tensor '{planned.name}': {warning}" for warning in found)
