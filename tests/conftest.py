@@ -22,6 +22,7 @@ install_import_hook(
         "acemerge.numerics.frame",
         "acemerge.methods",
         "acemerge.tensors.task_vectors",
+        "acemerge.calibration.measurements",
         "acemerge.api",
     ],
     "beartype.beartype",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.calibration.needed import methods_using_data
+from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.folder import from_state_dict
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
@@ -27,9 +28,6 @@ from acemerge.sweeps.evaluation import Evaluate
 from acemerge.sweeps.run import SweepResult, run_sweep
 from acemerge.sweeps.table import Objective
 from acemerge.tensors.task_vectors import merge_tensor
-
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
 
 Model = str | PathLike[str]
 

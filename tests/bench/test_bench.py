@@ -18,13 +18,13 @@ from acemerge.bench.analyses.profile import profile, profile_table
 from acemerge.bench.analyses.variants import ANALYSES
 from acemerge.bench.data.task import Rows, split
 from acemerge.bench.measure.compare import default_methods
-from acemerge.bench.measure.evaluation import batches_of_like_length
 from acemerge.bench.measure.experts import TRAINED, Experts, prepare_experts, shuffled_batches, train_expert
 from acemerge.bench.measure.metrics import Accuracy
 from acemerge.bench.measure.run import BASE, EXPERTS, Candidate, Job, Result, measure, measure_all
 from acemerge.bench.suites import registry as suites
 from acemerge.bench.suites.paper import PAPER_SUITES
 from acemerge.bench.tables.tables import Row, Table
+from acemerge.calibration.batches import batches_of_like_length
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.cli import bench as command
 from acemerge.cli.app import main

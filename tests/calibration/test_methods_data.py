@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from acemerge.calibration.measurements.adamerging import Learner
+from acemerge.calibration.measurements.fisher import _scores, exact_scores
 from acemerge.errors import InputError
 from acemerge.methods import Context, get_method
-from acemerge.methods.adamerging import AdaMergingOptions, Learner
-from acemerge.methods.fisher import FisherOptions, _scores, exact_scores, merge_by_information
+from acemerge.methods.adamerging import AdaMergingOptions
+from acemerge.methods.fisher import FisherOptions, merge_by_information
 from acemerge.methods.regmean import merge_under_grams
 from data_statistics import made_up_statistics
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from acemerge import __version__
 from acemerge.cli.bench import bench_app, demo_command
 from acemerge.cli.diagnose import diagnose_command
 from acemerge.cli.evaluate import evaluate_command
@@ -31,6 +30,7 @@ from acemerge.cli.report import report_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.errors import AcemergeError, MergeError, PreflightError
 from acemerge.recipe.arguments import recipe_from
+from acemerge.version import __version__
 
 if TYPE_CHECKING:
     from acemerge.execute.pipeline import MergeResult

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acemerge import __version__
 from acemerge.checkpoints.families import align_names
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.candidates import Candidate, common_core, plan_candidates
@@ -30,6 +29,7 @@ from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.planning.progress import Progress
 from acemerge.recipe.recipe import Recipe, TensorRule
 from acemerge.tensors.task_vectors import load_task_vectors, nonfinite_values, tensor_context
+from acemerge.version import __version__
 
 
 @dataclass(frozen=True)

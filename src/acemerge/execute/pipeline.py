@@ -14,7 +14,10 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from acemerge.adapters.adapter import is_adapter, open_adapter
+from acemerge.calibration.layer_rules import LayerRules
 from acemerge.calibration.needed import check_data_asked, check_experts_can_run
+from acemerge.calibration.source import open_data
+from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
@@ -33,7 +36,6 @@ from acemerge.recipe.recipe import Recipe
 from acemerge.reports.figure import check_installed
 
 if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
     from acemerge.execute.ray import RayEngine
 
 ENGINES = ("local", "ray")
@@ -147,13 +149,12 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
             problems.append(str(error))
     if problems:
         raise PreflightError(problems)
-    data = None
+    data = layers = None
     if recipe.data is not None:
-        from acemerge.calibration.source import open_data
-
         check_experts_can_run(recipe, experts)
         data = open_data(suite or recipe.data, base, experts, relative_to)
-    return [build_plan(each, base, experts, base.config, data) for each in recipes]
+        layers = LayerRules(data, experts)
+    return [build_plan(each, base, experts, base.config, data, layers) for each in recipes]
 
 
 def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:

@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
+from acemerge.calibration.suite import Suite
 from acemerge.errors import MergeError
 from acemerge.execute.local import Record, ShardWriter
 from acemerge.execute.passes import Gathered
 from acemerge.execute.pipeline import Sources, compute_threads, make_plan, torch_device
 from acemerge.planning.plan import Plan, PlannedTensor
 from acemerge.recipe.recipe import Recipe
-
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
 
 
 @dataclass(frozen=True)

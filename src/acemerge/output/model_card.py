@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from acemerge import __version__
 from acemerge.checkpoints.side_files import copy_side_file
 from acemerge.output.adapter_writer import overall_error, write_adapter_config
 from acemerge.output.staging import Staging
@@ -20,6 +19,7 @@ from acemerge.planning.plan import Plan
 from acemerge.reports.account import parse_account
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
+from acemerge.version import __version__
 
 if TYPE_CHECKING:
     from acemerge.checkpoints.source import Source

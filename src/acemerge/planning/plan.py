@@ -11,18 +11,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from acemerge import __version__
 from acemerge.checkpoints.families import Family
 from acemerge.checkpoints.folder import Checkpoint, TensorHeader, element_size
 from acemerge.methods import Method, Options, get_method
 from acemerge.methods.registry import Uses
 from acemerge.numerics.frame import Sides
+from acemerge.planning.data import PlannedData
 from acemerge.recipe.recipe import Recipe
-
-if TYPE_CHECKING:
-    from acemerge.calibration.source import Data
+from acemerge.version import __version__
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 Form = Literal["value", "factors", "absent"]
@@ -168,7 +166,7 @@ class Plan:
     omitted: Mapping[str, str]
     """Tied names left out of the output -> the name that holds their value."""
     notes: tuple[str, ...]
-    data: Data | None = None
+    data: PlannedData | None = None
     """For methods that use it."""
 
     @cached_property

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
 from acemerge.errors import InputError, PreflightError, did_you_mean
 from acemerge.execute.pipeline import compute_threads, find_sources, make_plans, torch_device
@@ -27,9 +28,6 @@ from acemerge.sweeps.points import Point, check_distinct, make_points
 from acemerge.sweeps.room import check_room, check_room_for_some, fitting_at_once, groups
 from acemerge.sweeps.table import FIRST_SCORE, Objective, Record, Table, read_table
 from acemerge.sweeps.writing import PointWriter
-
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
 
 KEEP = ("best", "all", "none")
 
