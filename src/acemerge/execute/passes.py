@@ -41,12 +41,12 @@ def gather_at_points(
     for plan, own in zip(plans, gathered, strict=True):
         names = tuple(expert.name for expert in plan.experts)
         for (method, options), tensors in _groups(plan).items():
-            if get_method(method).uses == "data" and plan.data:
+            chosen = get_method(method)
+            if chosen.uses == "data" and plan.data:
                 run = DataRun(plan, tensors, hashes(), device, progress)
                 own[method, options] = measurement_of(method)(run, options)
                 progress.say(f"measured; merging {len(plan.tensors)} tensors")
-            factory = get_method(method).statistics
-            statistics = factory(options, names) if factory else None
+            statistics = chosen.statistics(options, names) if chosen.statistics else None
             if statistics is not None:
                 planned = {tensor.name: tensor for tensor in tensors}
                 same = passes.setdefault((method, options, *planned), _Pass(plan, planned, statistics))

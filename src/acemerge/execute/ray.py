@@ -247,4 +247,4 @@ def _as_locally(error: RayTaskError) -> Exception:
 
 
 def _has_pass(method: str | None) -> bool:
-    return method is not None and bool(get_method(method).statistics or get_method(method).uses == "data")
+    return method is not None and (get_method(method).statistics is not None or get_method(method).uses == "data")

@@ -256,13 +256,12 @@ def method(
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
     pass. `uses` says what it needs: the "weights" alone, or also "data" of every expert's task; its kernel then finds in
     `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `experts` is the number
-    of experts it takes, if only one number will do; `ordered` says that their order matters; `per_task` that it makes one
-    model per task, not one merged model. `elementwise`, or what it gives for
-    the options, says that each entry of the result depends on that entry of the task vectors only (and on the statistics, which
-    then see pieces of tensors, in several threads), that there are no facts or warnings, and that `context.base` is not used:
-    tensors are then merged a piece at a time (see `numerics.pieces`). `low_rank`, or what it gives for the options, names the
-    sides of its matrices whose coordinates it does not depend on (see `numerics.frame`): LoRA experts are then merged in their
-    small common core.
+    of experts it takes, if only one number will do; `ordered` says that their order matters; `per_task` that it makes one model
+    per task, not one merged model. `elementwise`, or what it gives for the options, says that each entry of the result depends
+    on that entry of the task vectors only (and on the statistics, which then see pieces of tensors, in several threads), that
+    there are no facts or warnings, and that `context.base` is not used: tensors are then merged a piece at a time (see
+    `numerics.pieces`). `low_rank`, or what it gives for the options, names the sides of its matrices whose coordinates it does
+    not depend on (see `numerics.frame`): LoRA experts are then merged in their small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;
     `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
