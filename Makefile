@@ -35,6 +35,7 @@ test: setup lint types unit  ## everything CI checks
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: setup
 	$(BIN)/mypy
@@ -61,4 +62,4 @@ large: setup  ## ACE on 38 GB of models, more than most machines' memory: 43 GB 
 	$(BIN)/python benchmarks/large.py --folder $(LARGE_FOLDER)
 
 clean:  ## remove what make created
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -26,6 +26,7 @@ install_import_hook(
         "acemerge.numerics.frame",
         "acemerge.methods",
         "acemerge.tensors",
+        "acemerge.calibration.measurements",
         "acemerge.api",
     ],
     "beartype.beartype",

@@ -10,10 +10,12 @@ Names are imported when first used, so that `acemerge --help` does not wait for 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from acemerge.calibration.suite import offer_suites
+from acemerge.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors, sweep
+    from acemerge.bench.suites.registry import Suite
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
     from acemerge.methods import all_methods, get_method
     from acemerge.output.task_models import export_expert, load_expert_head
@@ -49,6 +51,16 @@ __all__ = [
     "merge_task_vectors",
     "sweep",
 ]
+
+
+def _bench_suite(name: str) -> "Suite":
+    from acemerge.bench.suites.registry import get_suite
+
+    return get_suite(name)
+
+
+# Whatever is imported of acemerge, in whatever process, this file runs first: so `data="text-8"` works everywhere.
+offer_suites(_bench_suite)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.calibration.needed import methods_using_data
+from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.folder import from_state_dict
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
@@ -25,6 +25,7 @@ from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
+from acemerge.recipe.keywords import sort_keywords
 from acemerge.recipe.recipe import Orientation, Recipe, make_recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.sweeps.evaluation import Evaluate
@@ -32,13 +33,8 @@ from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
 from acemerge.sweeps.table import Objective
 from acemerge.tensors.merging import merge_tensor
 
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
-
 Model = str | PathLike[str]
 Experts = Sequence[Model] | Mapping[str, Model]
-_OF_RECIPE = frozenset(Recipe.model_fields) - {"base", "experts", "method", "options", "data", "inputs"}
-_OF_RUN = frozenset(field.name for field in fields(RunOptions))
 
 
 def merge(
@@ -61,7 +57,7 @@ def merge(
     command line has it, and the method's options, such as epsilon=1e-5. `options` takes these as a mapping, also those that are
     named like another keyword, such as cart's rank.
     """
-    recipe, run, suite = _sort_keywords("acemerge.merge", base, experts, method, data, options, keywords)
+    recipe, run, suite = _sort("acemerge.merge", base, experts, method, data, options, keywords)
     return run_merge(recipe, Path(output), run, suite=suite)
 
 
@@ -89,13 +85,13 @@ def sweep(
     """
     if maximise and minimise:
         raise InputError("maximise and minimise: one score decides; give one of them")
-    recipe, run, suite = _sort_keywords("acemerge.sweep", base, experts, method, data, options, keywords)
+    recipe, run, suite = _sort("acemerge.sweep", base, experts, method, data, options, keywords)
     objective = Objective(minimise or maximise, largest=minimise is None)
     chosen = SweepOptions(evaluate=evaluate, keep=keep, objective=objective, at_once=at_once)
     return run_sweep(recipe, settings, Path(output), run, chosen, suite=suite)
 
 
-def _sort_keywords(
+def _sort(
     origin: str,
     base: Model,
     experts: Experts,
@@ -104,15 +100,11 @@ def _sort_keywords(
     options: Mapping[str, Any] | None,
     keywords: Mapping[str, Any],
 ) -> tuple[Recipe, RunOptions, Suite | None]:
-    """A recipe's fields, how it is run, and the rest: options of the method. And the suite, if the data is one."""
+    """The recipe, how it is run, and the suite, if the data is one."""
     suite = None if data is None or isinstance(data, str | PathLike) else data
-    of_recipe = {name: value for name, value in keywords.items() if name in _OF_RECIPE}
-    of_run = {name: value for name, value in keywords.items() if name in _OF_RUN}
-    of_method = {name: value for name, value in keywords.items() if name not in _OF_RECIPE | _OF_RUN}
-    named = {"base": str(base), "experts": _named(experts), "method": method, "options": {**(options or {}), **of_method}}
     given = suite.name if suite else data if data is None else str(data)
-    recipe = make_recipe({**named, "data": given, **of_recipe}, origin)
-    return recipe, RunOptions(**{"quiet": True, **of_run}), suite
+    named = {"base": str(base), "experts": _named(experts), "method": method, "data": given, "options": options}
+    return *sort_keywords(origin, {**keywords, **named}), suite
 
 
 def diagnose(

@@ -13,7 +13,6 @@ import acemerge
 import model_zoo
 from acemerge.calibration.run import DataRun
 from acemerge.calibration.shared_backbone import SharedBackbone
-from acemerge.calibration.source import open_data
 from acemerge.execute.opening import find_sources, make_plan
 from acemerge.planning.progress import SilentProgress
 from acemerge.planning.tensor import computed
@@ -44,9 +43,8 @@ def open_run(models: Models, rows: Path) -> DataRun:
         }
     )
     plan = make_plan(recipe, find_sources(recipe))
-    data = open_data(str(rows), plan.base, plan.experts)
     tensors = [tensor for tensor in computed(plan.tensors) if tensor.action == "merged"]
-    return DataRun(plan, tensors, data, {}, torch.device("cpu"), SilentProgress())
+    return DataRun(plan, tensors, {}, torch.device("cpu"), SilentProgress())
 
 
 def in_float64(models: Models) -> Models:
@@ -115,7 +113,7 @@ def test_learning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     models, rows = models_and_rows(tmp_path, "bert")
     experts = list(models.experts.values())
     settings: dict[str, Any] = {"method": "adamerging", "data": rows, "steps": 5, "batch_size": 4}
-    monkeypatch.setattr("acemerge.methods.adamerging.SAVED_EVERY", 2)
+    monkeypatch.setattr("acemerge.calibration.measurements.adamerging.SAVED_EVERY", 2)
     acemerge.merge(models.base, experts, tmp_path / "whole", **settings)
     monkeypatch.setenv("ACEMERGE_CACHE", str(tmp_path / "another"))
     steps = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -34,6 +37,19 @@ def test_data_and_method_must_go_together(models: Models, tmp_path: Path) -> Non
 def test_neither_a_folder_nor_a_suite(models: Models, tmp_path: Path) -> None:
     message = refusal(models, tmp_path, data="text-9")
     assert "--data text-9: no such folder, and there is no suite 'text-9': did you mean 'text-8'?" in message
+
+
+def test_suites_are_found_whatever_is_imported_first() -> None:
+    """In a task on another machine, say. The bench is imported when a suite is asked for by name, and not before."""
+    script = """
+        import sys
+        import acemerge.execute.ray_task
+        from acemerge.calibration.suite import find_suite
+        assert not any(name.startswith("acemerge.bench") for name in sys.modules)
+        print(find_suite("text-8").name)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=True)
+    assert done.stdout == "text-8\n"
 
 
 def test_experts_are_called_as_their_tasks(models: Models, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from acemerge.calibration.measurements.adamerging import Learner
 from acemerge.methods import Context, get_method
-from acemerge.methods.adamerging import AdaMergingOptions, Learner
+from acemerge.methods.adamerging import AdaMergingOptions
 from data_statistics import made_up_statistics
 from random_statistics import random, seeds, shapes
 

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from acemerge.calibration.measurements.fisher import _scores, exact_scores
 from acemerge.errors import InputError
 from acemerge.methods import Context, get_method
-from acemerge.methods.fisher import FisherOptions, _scores, exact_scores, merge_by_information
+from acemerge.methods.fisher import FisherOptions, merge_by_information
 from data_statistics import made_up_statistics
 from random_statistics import random, seeds, shapes
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from acemerge.adapters.change import Change
 from acemerge.adapters.module import LoraModule, unknown_kind
 from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
+from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.folder import Checkpoint, TensorHeader, WeightsFile, open_file

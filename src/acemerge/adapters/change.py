@@ -104,8 +104,5 @@ class BiasChange:
         return _at_least_float32(self.read(self.bias)) * self.scale
 
 
-Change = LoraChange | BiasChange
-
-
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()

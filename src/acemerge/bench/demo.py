@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import acemerge
 from acemerge.bench.data.text_tasks import TASKS
 from acemerge.bench.domains.text import TextDomain
 from acemerge.bench.measure.compare import compare
 from acemerge.bench.measure.experts import Say
+from acemerge.bench.measure.merging import merge_experts
 from acemerge.bench.suites.registry import Suite
 from acemerge.bench.tables.tables import Table
 from acemerge.errors import InputError
+from acemerge.output.task_models import load_expert_head
 
 METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
 SENTENCE = "Une belle surprise: the best film I have seen this year."
@@ -44,7 +45,7 @@ def run_demo(output: Path, say: Say) -> Table:
     experts, folders = suite.experts(0), suite.folders(0)
     for name, folder in {"base": experts.base, **{f"experts/{task}": folder for task, folder in folders.items()}}.items():
         _link(output / name, folder)
-    acemerge.merge(experts.base, folders, output / "merged", threads=1, overwrite=True)
+    merge_experts(experts.base, folders, output / "merged", {"method": "ace"}, overwrite=True)
     return table
 
 
@@ -69,7 +70,7 @@ def ask(merged: Path, sentence: str) -> list[tuple[str, str, float]]:
     tokens = dict(AutoTokenizer.from_pretrained(merged)(sentence, return_tensors="pt", truncation=True))
     answers = []
     for head in sorted(path.name for path in (merged / "heads").iterdir()):
-        model = acemerge.load_expert_head(merged, head)
+        model = load_expert_head(merged, head)
         with torch.inference_mode():
             shares = mean_of_token_logits(model, tokens)[0].softmax(0)
         best = int(shares.argmax())

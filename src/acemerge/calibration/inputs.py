@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from acemerge.bench.measure.evaluation import batches_of_like_length
+from acemerge.calibration.batches import batches_of_like_length
 
 Batch = dict[str, Tensor]
 _HASHED_AT_ONCE = 64

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from acemerge import __version__
-from acemerge.bench.data.packages import CACHE_VARIABLE, cache_folder
+from acemerge.cache import CACHE_VARIABLE, cache_folder
 from acemerge.checkpoints.folder import WeightsFile, open_file
 from acemerge.errors import InputError, MergeError
+from acemerge.version import __version__
 
 Tensors = dict[str, Tensor]
 

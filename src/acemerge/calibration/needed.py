@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from acemerge.adapters.settings import EXPAND
+from acemerge.calibration.registry import measurement_of
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.errors import InputError, PreflightError
 from acemerge.methods import all_methods, get_method
@@ -17,10 +18,15 @@ WHAT_TO_GIVE = (
 
 
 def check_data_asked(recipe: Recipe) -> None:
-    """Methods that use data refuse to do without, and the others to take it: nothing is data-free that is not."""
+    """Methods that use data refuse to do without, and the others to take it: nothing is data-free that is not.
+
+    A method for which nothing is measured is found out here too, before any work.
+    """
     using = methods_using_data(recipe)
     if using and recipe.data is None:
         raise InputError(f"{needs_data(using[0])}; pass --data with {WHAT_TO_GIVE}")
+    for name in using:
+        measurement_of(name)
     if not using and recipe.data is not None:
         known = ", ".join(method.name for method in all_methods() if method.uses == "data")
         raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,11 +49,16 @@ class DataRun:
 
     plan: Plan
     tensors: Sequence[ComputedTensor]
-    data: Data
     hashes: Mapping[str, Mapping[str, str]]
     """sha256 of every model's files."""
     device: torch.device
     progress: Progress
+
+    @cached_property
+    def data(self) -> Data:
+        """What the plan was made with: the plan itself knows no more than its name."""
+        assert isinstance(self.plan.data, Data)
+        return self.plan.data
 
     @property
     def experts(self) -> Sequence[Checkpoint]:

@@ -5,30 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from acemerge.calibration.files import A_FILE_EACH, FileData
 from acemerge.calibration.inputs import Batch, Inputs
+from acemerge.calibration.suite import Suite, find_suite
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.source import expand_home
 from acemerge.errors import InputError, did_you_mean
-
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
+from acemerge.planning.data import PlannedData
 
 
-class Data(Protocol):
+@runtime_checkable
+class Data(PlannedData, Protocol):
     """Inputs of every expert's task, and how its model answers them. Labels are never read."""
-
-    @property
-    def about(self) -> str:
-        """Which data it is, for people; without a local path."""
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The same for the manifest, with what tells it from other data of that name."""
 
     @property
     def reader(self) -> str:
@@ -115,9 +107,7 @@ def open_data(given: str | Suite, base: Checkpoint, experts: Sequence[Checkpoint
 
 def _suite(given: str) -> Suite:
     try:
-        from acemerge.bench.suites.registry import get_suite
-
-        return get_suite(given)
+        return find_suite(given)
     except ImportError as error:
         raise InputError(f"--data {given}: the suites need {error.name}: pip install 'acemerge[bench]'") from None
     except InputError as error:

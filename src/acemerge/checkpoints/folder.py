@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.untrusted import (
     check_header_length,
@@ -34,7 +35,6 @@ from acemerge.errors import InputError, PreflightError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from acemerge.adapters.change import Change
 
 # safetensors' names for dtypes -> torch's, and the size of one element in bytes.
 _SAFETENSORS_DTYPES = {

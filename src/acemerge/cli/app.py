@@ -11,7 +11,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from acemerge import __version__
 from acemerge.cli.bench import bench_app, demo_command
 from acemerge.cli.diagnose import diagnose_command
 from acemerge.cli.evaluate import evaluate_command
@@ -32,6 +31,7 @@ from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
 from acemerge.cli.verify import verify_command
 from acemerge.errors import AcemergeError
+from acemerge.version import __version__
 
 app = typer.Typer(
     name="acemerge",

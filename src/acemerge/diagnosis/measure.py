@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acemerge import __version__
 from acemerge.checkpoints.families import align_names
 from acemerge.checkpoints.source import Sources
 from acemerge.diagnosis import DEFAULT_CANDIDATES
@@ -33,6 +32,7 @@ from acemerge.planning.tensor import ComputedTensor, PlannedTensor, is_computed
 from acemerge.recipe.recipe import Recipe, TensorRule
 from acemerge.tensors.nonfinite import nonfinite_values
 from acemerge.tensors.task_vectors import load_task_vectors, tensor_context
+from acemerge.version import __version__
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from acemerge.adapters.adapter import is_adapter, open_adapter
+from acemerge.calibration.layer_rules import LayerRules
 from acemerge.calibration.needed import check_data_asked, check_experts_can_run
+from acemerge.calibration.source import open_data
+from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
 from acemerge.checkpoints.source import Source, Sources, resolve_source
@@ -19,9 +21,6 @@ from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
-
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,12 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
             problems.append(str(error))
     if problems:
         raise PreflightError(problems)
-    data = None
+    data = layers = None
     if recipe.data is not None:
-        from acemerge.calibration.source import open_data
-
         check_experts_can_run(recipe, experts)
         data = open_data(suite or recipe.data, base, experts, relative_to)
-    return [build_plan(each, base, experts, base.config, data) for each in recipes]
+        layers = LayerRules(data, experts)
+    return [build_plan(each, base, experts, base.config, data, layers) for each in recipes]
 
 
 def note_strangers(plans: Sequence[Plan]) -> list[Plan]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from acemerge.calibration.registry import measurement_of
 from acemerge.calibration.run import DataRun
 from acemerge.methods import get_method
 from acemerge.methods.registry import Statistics, TensorStatistics
@@ -43,12 +44,12 @@ def gather_at_points(
     for plan, own in zip(plans, gathered, strict=True):
         names = tuple(expert.name for expert in plan.experts)
         for (method, options), tensors in _groups(plan).items():
-            measure, factory = get_method(method).measure, get_method(method).statistics
-            if measure and plan.data:
-                run = DataRun(plan, tensors, plan.data, hashes(), device, progress)
-                own[method, options] = measure(run, options)
+            chosen = get_method(method)
+            if chosen.uses == "data" and plan.data:
+                run = DataRun(plan, tensors, hashes(), device, progress)
+                own[method, options] = measurement_of(method)(run, options)
                 progress.say(f"measured; merging {len(plan.tensors)} tensors")
-            statistics = factory(options, names) if factory else None
+            statistics = chosen.statistics(options, names) if chosen.statistics else None
             if statistics is not None:
                 planned = {tensor.name: tensor for tensor in tensors}
                 same = passes.setdefault((method, options, *planned), _Pass(plan, planned, statistics))

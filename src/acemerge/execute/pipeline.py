@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
 from acemerge.errors import PreflightError
 from acemerge.execute.compute import compute_threads
@@ -28,9 +29,6 @@ from acemerge.reports.account import parse_account
 from acemerge.reports.figure import check_installed
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
-
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
 
 REPORT = "report.html"
 

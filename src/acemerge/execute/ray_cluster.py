@@ -24,7 +24,6 @@ import torch
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
-from acemerge import __version__
 from acemerge.errors import InputError, MergeError
 from acemerge.execute.engines.registry import Work
 from acemerge.execute.opening import Scene
@@ -36,6 +35,7 @@ from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
 from acemerge.planning.tensor import PlannedTensor
 from acemerge.recipe.sizes import human_bytes
+from acemerge.version import __version__
 
 TRIES = 4
 """Of a shard whose worker dies, before the merge fails."""
@@ -253,4 +253,4 @@ def _as_locally(error: RayTaskError) -> Exception:
 
 
 def _has_pass(method: str | None) -> bool:
-    return method is not None and bool(get_method(method).statistics or get_method(method).measure)
+    return method is not None and (get_method(method).statistics is not None or get_method(method).uses == "data")

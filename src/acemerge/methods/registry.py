@@ -122,7 +122,6 @@ Elementwise = bool | Callable[[Any], bool]
 LowRank = Sides | Callable[[Any], Sides | None] | None
 PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
-Measure = Callable[[Any, Any], Any]
 Touches = Literal["matrices", "linear", "blocks", "all"]
 Uses = Literal["weights", "data"]
 
@@ -140,7 +139,7 @@ class Method:
     options_type: type[Options]
     kernel: Kernel
     statistics: StatisticsFactory | None
-    measure: Measure | None
+    uses: Uses
     experts: int | None
     ordered: bool
     per_task: bool
@@ -150,11 +149,6 @@ class Method:
     float64_elements: Cost
     measured_elements: Cost
     parts_elements: PartsCost
-
-    @property
-    def uses(self) -> Uses:
-        """What it needs: the models' weights alone, or also data of every expert's task."""
-        return "data" if self.measure else "weights"
 
     @cached_property
     def takes_context(self) -> bool:
@@ -175,7 +169,7 @@ class Method:
         Without statistics the tensor is taken for a whole model of its own, and they are gathered here.
         """
         context = context or Context(experts=tuple(map(str, range(len(task_vectors)))))
-        if self.measure and context.statistics is None:
+        if self.uses == "data" and context.statistics is None:
             raise InputError(f"{needs_data(self.name)}: acemerge.merge(..., data=...) measures it")
         if context.statistics is None:
             context = replace(context, statistics=self._statistics_of_one(task_vectors, options, context))
@@ -243,7 +237,7 @@ def method(
     touches: Touches = "matrices",
     rest: Literal["average", "keep"] = "average",
     statistics: StatisticsFactory | None = None,
-    measure: Measure | None = None,
+    uses: Uses = "weights",
     experts: int | None = None,
     ordered: bool = False,
     per_task: bool = False,
@@ -260,14 +254,14 @@ def method(
     floating-point tensors. Of methods that run the models on data: "linear", the weights of linear layers, the others being
     averaged; "blocks", those in the model's stack of blocks, what comes after the stack being kept at the base's value.
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
-    pass. `measure(run, options)` is for a method that uses data: given an `calibration.run.DataRun`, what its kernel then
-    finds in `context.statistics`. `experts` is the number of experts it takes, if only one number will do; `ordered` says that
-    their order matters; `per_task` that it makes one model per task, not one merged model. `elementwise`, or what it gives for
-    the options, says that each entry of the result depends on that entry of the task vectors only (and on the statistics, which
-    then see pieces of tensors, in several threads), that there are no facts or warnings, and that `context.base` is not used:
-    tensors are then merged a piece at a time (see `numerics.pieces`). `low_rank`, or what it gives for the options, names the
-    sides of its matrices whose coordinates it does not depend on (see `numerics.frame`): LoRA experts are then merged in their
-    small common core.
+    pass. `uses` says what it needs: the "weights" alone, or also "data" of every expert's task; its kernel then finds in
+    `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `experts` is the number
+    of experts it takes, if only one number will do; `ordered` says that their order matters; `per_task` that it makes one model
+    per task, not one merged model. `elementwise`, or what it gives for the options, says that each entry of the result depends
+    on that entry of the task vectors only (and on the statistics, which then see pieces of tensors, in several threads), that
+    there are no facts or warnings, and that `context.base` is not used: tensors are then merged a piece at a time (see
+    `numerics.pieces`). `low_rank`, or what it gives for the options, names the sides of its matrices whose coordinates it does
+    not depend on (see `numerics.frame`): LoRA experts are then merged in their small common core.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;
     `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
@@ -278,7 +272,7 @@ def method(
         options_type = get_type_hints(kernel)["options"]
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
-            options_type=options_type, kernel=kernel, statistics=statistics, measure=measure, experts=experts, ordered=ordered,
+            options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, experts=experts, ordered=ordered,
             per_task=per_task, elementwise=elementwise, low_rank=low_rank, flops=flops, float64_elements=float64_elements,
             measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip

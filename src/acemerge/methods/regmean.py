@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Protocol
 
 import torch
@@ -12,9 +11,6 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.calibration.layer_inputs import LayerInputs
-from acemerge.calibration.measured import Measured, Tensors, keep
-from acemerge.calibration.run import DataRun
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.numerics.linalg import cholesky_solver
 
@@ -40,27 +36,6 @@ class HasGrams(Protocol):
 
     def of(self, expert: str, tensor: str) -> Tensor | None:
         """G_t of a layer; None if no input ever came to it."""
-
-
-def measure_grams(run: DataRun, options: RegMeanOptions) -> Measured:
-    """Each expert's Gram matrices in its own model, one expert at a time."""
-    files = {}
-    for index, expert in enumerate(run.experts):
-        run.progress.say(f"inputs of the linear layers of '{expert.name}' on {run.inputs(index, options.rows).rows} rows")
-        key = ["layer inputs", *run.key(index, options.rows)]
-        files[expert.name] = [keep(key, partial(expert_grams, run, index, options.rows))]
-    return Measured(files)
-
-
-@torch.inference_mode()
-def expert_grams(run: DataRun, expert: int, rows: int) -> Tensors:
-    """G_t = mean of x x^T for every layer of one expert."""
-    model, seen = run.load(expert), LayerInputs()
-    with seen.watching(model, list(run.stored_names(expert))):
-        for batch in run.inputs(expert, rows).batches():
-            seen.begin(batch, model.module)
-            run.run(expert, model, batch)
-    return dict(seen.grams())
 
 
 def shrink_off_diagonal(gram: Float[Tensor, "n n"], share: float) -> Float[Tensor, "n n"]:
@@ -94,7 +69,7 @@ def merge_under_grams(
     title="RegMean",
     paper="Jin et al., Dataless knowledge fusion by merging weights of language models, ICLR 2023",
     touches="linear",
-    measure=measure_grams,
+    uses="data",
     flops=lambda tasks, rows, columns: columns**3 / 3 + 2.0 * (tasks + 1) * rows * columns**2,
     float64_elements=lambda tasks, rows, columns: 3.0 * columns**2 + 2.0 * rows * columns,  # noqa: ARG005
     measured_elements=lambda tasks, rows, columns: 1.0 * columns**2,  # noqa: ARG005

@@ -1,4 +1,4 @@
-"""A merge written as one PEFT adapter: what can be, and how it looks on disk."""
+"""A merge written as one PEFT adapter: how it looks on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,13 @@ from torch import Tensor
 from acemerge.adapters.adapter import Adapter
 from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import CONFIG
-from acemerge.checkpoints.folder import Checkpoint, open_file
+from acemerge.checkpoints.folder import open_file
 from acemerge.errors import MergeError
 from acemerge.output.input_hashes import content_sha256
 from acemerge.output.writer import GrowingFile
+from acemerge.planning.as_adapter import module_of
 from acemerge.planning.plan import ADAPTER_WEIGHTS, Plan
-from acemerge.planning.tensor import ComputedTensor, PlannedTensor, is_computed
-from acemerge.recipe.recipe import Recipe
+from acemerge.planning.tensor import PlannedTensor
 
 if TYPE_CHECKING:
     from acemerge.checkpoints.source import Sources
@@ -34,66 +33,6 @@ ROUNDED_TO_FLOAT32 = 1e-6
 """A relative error that an adapter in float32 does not exceed unless its rank was cut."""
 # Loading an adapter of these types, peft expects the task's head in it; ours are in heads/.
 _TYPES_WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-
-
-# --- the plan ----------------------------------------------------------------------------------------------------------
-
-
-def plan_as_adapter(
-    tensors: Sequence[PlannedTensor], experts: Sequence[Checkpoint], recipe: Recipe
-) -> tuple[list[PlannedTensor], list[str]]:
-    """The same plan with the form in which each tensor is written, and what an adapter cannot hold."""
-    full = [expert.where for expert in experts if not isinstance(expert, Adapter)]
-    if full:
-        return list(tensors), [f"--as adapter: {full[0]} is a full model, not an adapter; leave out --as adapter, or that expert"]
-    planned = [_in_its_form(t, experts, recipe) if is_computed(t) else replace(t, form="absent") for t in tensors]
-    saved = {_module(t.name) for t in planned if t.form == "value"}
-    # peft loads a saved module whole, so what is left to the base is written too.
-    planned = [replace(t, form="value") if t.form == "absent" and _module(t.name) in saved else t for t in planned]
-    return planned, [*_nothing_low_rank(planned), *_too_full(planned), *_in_two_forms(planned, saved)]
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _in_its_form(tensor: ComputedTensor, experts: Sequence[Checkpoint], recipe: Recipe) -> PlannedTensor:
-    changes = [(experts[s.expert].changes or {}).get(s.name) for s in tensor.fate.experts if s.name]
-    if not all(isinstance(change, LoraChange) for change in changes):
-        return replace(tensor, form="value")
-    rows = tensor.header.shape[0]
-    core = tensor.fate.core
-    largest = min(rows, tensor.header.elements // rows, core.rank if core else tensor.header.elements)
-    rank = min(largest, recipe.rank) if recipe.rank else largest if core else 0
-    return replace(tensor, form="factors", factors_rank=rank, output_dtype=recipe.dtype or "float32")
-
-
-def _nothing_low_rank(planned: Iterable[PlannedTensor]) -> list[str]:
-    if any(tensor.form == "factors" for tensor in planned):
-        return []
-    return ["--as adapter: no expert changes a matrix that merges by low-rank factors; leave out --as adapter"]
-
-
-def _too_full(planned: Iterable[PlannedTensor]) -> list[str]:
-    """Without a low-rank core the merged change has no small rank of its own."""
-    full = [tensor for tensor in planned if tensor.form == "factors" and not tensor.factors_rank]
-    if not full:
-        return []
-    return [
-        f"--as adapter: {len(full)} tensors, such as '{full[0].name}', are merged as whole matrices ({full[0].method}, or DoRA "
-        "adapters), so their change has no small rank; give --rank R to write the nearest of rank R, or leave out --as adapter"
-    ]
-
-
-def _in_two_forms(planned: Sequence[PlannedTensor], saved: set[str]) -> list[str]:
-    low_rank = {_module(tensor.name) for tensor in planned if tensor.form == "factors"}
-    both = sorted(low_rank & saved)
-    if not both:
-        return []
-    return [
-        f"--as adapter: {len(both)} modules, such as '{both[0]}', change by low-rank factors and by a bias or whole weight of "
-        "their own, which one adapter cannot hold; leave out --as adapter, or add a recipe rule {match: '*bias', do: keep}"
-    ]
 
 
 # --- the weights -------------------------------------------------------------------------------------------------------
@@ -129,8 +68,8 @@ class AdapterWriter:
     def add_value(self, planned: PlannedTensor, value: Tensor) -> None:
         """A tensor of a module that is saved whole."""
         module, _, parameter = planned.name.rpartition(".")
-        owners = (own for adapter in self._adapters for name, own in adapter.own_names.items() if _module(name) == module)
-        self._file.add(f"{PREFIX}{_module(next(owners))}.{parameter}", value)
+        owners = (own for adapter in self._adapters for name, own in adapter.own_names.items() if module_of(name) == module)
+        self._file.add(f"{PREFIX}{module_of(next(owners))}.{parameter}", value)
 
     def finish(self) -> str:
         """Complete the file; its hash."""
@@ -155,7 +94,7 @@ def write_adapter_config(plan: Plan, sources: Sources, folder: Path) -> None:
             if name.endswith(part):
                 ranks[name.removesuffix(part)] = tensor.shape[0]
         if ".lora_" not in name:
-            whole[_module(name)] = None
+            whole[module_of(name)] = None
     largest = max(ranks.values(), default=1)
     smaller = {module: rank for module, rank in sorted(ranks.items()) if rank != largest}
     settings = {

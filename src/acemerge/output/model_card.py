@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from acemerge import __version__
 from acemerge.checkpoints.side_files import copy_side_file
 from acemerge.checkpoints.source import Source, Sources
 from acemerge.output.adapter_writer import overall_error, write_adapter_config
 from acemerge.output.staging import Staging
 from acemerge.output.writer import write_manifest
 from acemerge.planning.plan import Plan
+from acemerge.version import __version__
 
 Hashes = Mapping[str, Mapping[str, str]]
 

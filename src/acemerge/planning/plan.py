@@ -10,20 +10,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from acemerge import __version__
 from acemerge.checkpoints.families import Family
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.methods import Method, Options, get_method
 from acemerge.methods.registry import Uses
+from acemerge.planning.data import PlannedData
 from acemerge.planning.estimates import flops, input_bytes, measured_bytes, parts_bytes, peak_memory
 from acemerge.planning.fates import Action
 from acemerge.planning.tensor import PlannedTensor, computed, is_computed
 from acemerge.recipe.recipe import Recipe
-
-if TYPE_CHECKING:
-    from acemerge.calibration.source import Data
+from acemerge.version import __version__
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -52,7 +50,7 @@ class Plan:
     omitted: Mapping[str, str]
     """Tied names left out of the output -> the name that holds their value."""
     notes: tuple[str, ...]
-    data: Data | None = None
+    data: PlannedData | None = None
     """For methods that use it."""
     strangers: tuple[str, ...] = ()
     """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base."""

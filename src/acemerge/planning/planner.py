@@ -10,8 +10,6 @@ from typing import Any
 from acemerge.adapters.adapter import Adapter
 from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import EXPAND
-from acemerge.calibration.layer_rules import LayerRules
-from acemerge.calibration.source import Data
 from acemerge.checkpoints.families import (
     BUFFERS,
     align_names,
@@ -28,7 +26,8 @@ from acemerge.checkpoints.tied import output_layers_tied_by_expert, tied_names
 from acemerge.errors import InputError, PreflightError
 from acemerge.methods import Method, Options, get_method
 from acemerge.numerics.frame import Sides
-from acemerge.output.adapter_writer import plan_as_adapter
+from acemerge.planning.as_adapter import plan_as_adapter
+from acemerge.planning.data import ExpertLayers, PlannedData
 from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why
@@ -38,19 +37,30 @@ from acemerge.recipe.recipe import Recipe, TensorRule
 
 
 def build_plan(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], config: Mapping[str, Any], data: Data | None = None
+    recipe: Recipe,
+    base: Checkpoint,
+    experts: Sequence[Checkpoint],
+    config: Mapping[str, Any],
+    data: PlannedData | None = None,
+    layers: ExpertLayers | None = None,
 ) -> Plan:
-    """Decide everything, or raise PreflightError with every problem found."""
-    return _Planner(recipe, base, tuple(experts), config, data).plan()
+    """Decide everything, or raise PreflightError with every problem found. Methods that use data need it and the layers."""
+    return _Planner(recipe, base, tuple(experts), config, data, layers).plan()
 
 
 class _Planner:
     """Collects decisions and problems side by side, so that the user sees all problems at once."""
 
     def __init__(
-        self, recipe: Recipe, base: Checkpoint, experts: tuple[Checkpoint, ...], config: Mapping[str, Any], data: Data | None
+        self,
+        recipe: Recipe,
+        base: Checkpoint,
+        experts: tuple[Checkpoint, ...],
+        config: Mapping[str, Any],
+        data: PlannedData | None,
+        layers: ExpertLayers | None,
     ) -> None:
-        self.recipe, self.base, self.experts, self.config, self.data = recipe, base, experts, config, data
+        self.recipe, self.base, self.experts, self.config, self.data, self.layers = recipe, base, experts, config, data, layers
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.strangers: dict[str, list[str]] = {}
@@ -64,7 +74,6 @@ class _Planner:
         self.tied = [output_layers_tied_by_expert(base, e, names) for e, names in zip(experts, self.names, strict=True)]
         self.used_rules: set[int] = set()
         self.only_adapters = all(expert.changes is not None for expert in experts)
-        self.layers = LayerRules(data, experts) if data else None
 
     def plan(self) -> Plan:
         self._check_models()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from acemerge import __version__
 from acemerge.errors import InputError
 from acemerge.reports.figure import Figure
+from acemerge.version import __version__
 
 Level = Literal["stop", "caution", "good"]
 _MARKS: Mapping[Level, str] = {"good": "✓", "caution": "!", "stop": "✗"}

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from acemerge import __version__
 from acemerge.checkpoints.folder import read_json
 from acemerge.errors import InputError
 from acemerge.output.input_hashes import Hashes
 from acemerge.output.writer import MANIFEST
 from acemerge.planning.plan import Plan
+from acemerge.version import __version__
 
 
 def holds_merge(folder: Path, plan: Plan, hashes: Hashes) -> bool:

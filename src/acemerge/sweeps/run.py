@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
 from acemerge.errors import InputError, PreflightError, did_you_mean
 from acemerge.execute.opening import note_strangers, set_scene
@@ -28,9 +29,6 @@ from acemerge.sweeps.existing import holds_merge
 from acemerge.sweeps.points import Point, check_distinct, make_points
 from acemerge.sweeps.room import check_room, check_room_for_some, fitting_at_once, groups
 from acemerge.sweeps.table import FIRST_SCORE, Objective, Record, Table, read_table
-
-if TYPE_CHECKING:
-    from acemerge.bench.suites.registry import Suite
 
 KEEP = ("best", "all", "none")
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from acemerge import __version__
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.untrusted import read_bounded
 from acemerge.errors import InputError, did_you_mean
+from acemerge.version import __version__
 
 TABLE = "sweep.json"
 _NEW_TABLE = f"{TABLE}.new"

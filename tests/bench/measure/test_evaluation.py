@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from acemerge.bench.measure.evaluation import batches_of_like_length
 from acemerge.bench.measure.experts import shuffled_batches
+from acemerge.calibration.batches import batches_of_like_length
 
 
 def test_batches_hold_every_row_once() -> None:

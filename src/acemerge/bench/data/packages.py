@@ -24,18 +24,12 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Literal
 
+from acemerge.cache import cache_folder
 from acemerge.errors import AcemergeError
-
-CACHE_VARIABLE = "ACEMERGE_CACHE"
 
 
 class FetchError(AcemergeError):
     """A package could not be fetched, or is not the file that was expected."""
-
-
-def cache_folder() -> Path:
-    """Where everything the bench fetches and trains is kept: ACEMERGE_CACHE, or ~/.cache/acemerge."""
-    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/acemerge").expanduser()
 
 
 @dataclass(frozen=True)

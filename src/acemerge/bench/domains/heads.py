@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from acemerge.bench.data.packages import cache_folder
 from acemerge.bench.data.task import Prompts
 from acemerge.bench.data.whole_files import replace_file
 from acemerge.bench.domains.text import quiet_transformers
+from acemerge.cache import cache_folder
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.errors import InputError
 from acemerge.output.input_hashes import named_sha256

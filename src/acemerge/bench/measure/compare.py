@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import acemerge
 from acemerge.bench.analyses.variants import ANALYSES
 from acemerge.bench.measure.experts import Say
 from acemerge.bench.measure.run import BASE, EXPERTS, Candidate, Job, measure_all
@@ -18,6 +17,7 @@ from acemerge.bench.suites.registry import Suite
 from acemerge.bench.tables.paper import PaperRow, paper_rows
 from acemerge.bench.tables.tables import Row, Table
 from acemerge.methods import all_methods, get_method
+from acemerge.version import __version__
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0, 1.5)
 """Multiples of a method's own default scale that validation rows choose from."""
@@ -72,7 +72,7 @@ def versions() -> str:
     import transformers
 
     return (
-        f"acemerge {acemerge.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"acemerge {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}"
     )
 

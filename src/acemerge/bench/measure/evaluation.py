@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from acemerge.bench.data.task import Task
 from acemerge.bench.domains.domain import Domain, Prepared
 from acemerge.bench.measure.metrics import Accuracy, Estimate, Metric, score_answers
+from acemerge.calibration.batches import batches_of_like_length
 from acemerge.errors import AcemergeError, InputError
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 Part = Literal["test", "validation"]
 
-_BATCH_TOKENS = 2048
-"""Rows times length of a batch: enough for full speed on one core, and little memory."""
-_BATCH_ROWS = 64
 _SECONDS_BETWEEN_LINES = 20
 
 
@@ -66,19 +64,6 @@ def evaluate(
             left = (told - started) * (len(answers) - done) / done
             print(f"  {name}: {done}/{len(answers)} rows, about {left:.0f} s left", file=sys.stderr, flush=True)
     return score_answers(metric, rows.labels.double().numpy(), answers.numpy())
-
-
-def batches_of_like_length(lengths: Tensor, batch_size: int | None = None) -> Iterator[Tensor]:
-    """Every row once, short ones first: padding costs as much as text."""
-    tokens = _BATCH_TOKENS if batch_size is None else sys.maxsize
-    batch: list[int] = []
-    for row in lengths.argsort(stable=True).tolist():
-        if batch and (len(batch) == (batch_size or _BATCH_ROWS) or (len(batch) + 1) * int(lengths[row]) > tokens):
-            yield torch.tensor(batch)
-            batch = []
-        batch.append(row)
-    if batch:
-        yield torch.tensor(batch)
 
 
 Judge = Callable[["Suite", Path, Task, Part, int | None], Accuracy | Estimate]

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from acemerge.bench.data.packages import cache_folder
 from acemerge.bench.data.task import Task, TrainedTask
 from acemerge.bench.domains.domain import HEAD, Domain, Prepared, TrainableDomain
 from acemerge.bench.measure.side_by_side import WORKERS, run_side_by_side
+from acemerge.cache import cache_folder
 
 HEAD_LEARNING_RATE = 1e-3
 WARM_UP = 0.1

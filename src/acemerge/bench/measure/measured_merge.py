@@ -31,7 +31,7 @@ class MergeReport:
 def measured_merge(
     base: Path, experts: Mapping[str, Path], output: Path, request: Mapping[str, Any], compute: Compute = HERE
 ) -> MergeReport:
-    """`acemerge.merge` with these keywords, in a new process."""
+    """What `merge_experts` does with this request, in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(merge_here, base, experts, output, request, compute).result()
 
@@ -42,11 +42,13 @@ def merge_here(
     """The same in this process, where memory that others use is counted too."""
     import torch
 
-    import acemerge
+    from acemerge.bench.measure.merging import merge_experts
+    from acemerge.methods import get_method
 
     if compute.threads:
         torch.set_num_threads(compute.threads)
-    acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)  # loads what loads lazily
+    ace = get_method("ace")
+    ace(torch.randn(2, 64, 64), ace.options({"tau": 0.0}).resolve({}))  # loads what loads lazily
     footprint = _anonymous_memory()
     peak, done = footprint, Event()
 
@@ -59,9 +61,7 @@ def merge_here(
     sampler.start()
     started = time.perf_counter()
     try:
-        result = acemerge.merge(
-            base, dict(experts), output, threads=compute.threads, device=compute.device, overwrite=True, offline=True, **request
-        )
+        result = merge_experts(base, experts, output, request, threads=compute.threads, device=compute.device, overwrite=True)
     finally:
         seconds = time.perf_counter() - started
         done.set()

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import acemerge
-from acemerge.bench.data.packages import cache_folder
 from acemerge.bench.data.task import Task
 from acemerge.bench.data.whole_files import replace_file
 from acemerge.bench.measure.evaluation import Part
@@ -24,11 +22,15 @@ from acemerge.bench.measure.measured_merge import MergeReport, measured_merge
 from acemerge.bench.measure.metrics import Accuracy, Estimate
 from acemerge.bench.measure.side_by_side import run_side_by_side
 from acemerge.bench.suites.registry import Suite
+from acemerge.cache import cache_folder
+from acemerge.calibration.registry import measurement_of
 from acemerge.checkpoints.families import is_task_head
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.methods import get_method
 from acemerge.methods.registry import Uses
 from acemerge.output.input_hashes import named_sha256
+from acemerge.output.task_models import export_expert
+from acemerge.version import __version__
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Job:
         """Where its result is kept. Anything that changes the result changes the name, the method's own source included."""
         method = self.candidate.method
         what = [self.suite.name, self.candidate.full_request(), self.seed, self.limit, self.part]
-        made_by: list[Any] = [acemerge.__version__, _source(method)]
+        made_by: list[Any] = [__version__, _source(method)]
         if self.needs_experts:
             made_by.append(self.suite.experts(self.seed).identity(self.suite.tasks))
         if self.candidate.model is not None:
@@ -119,9 +121,9 @@ class Result:
 def _source(method: str | None) -> str:
     if method is None:
         return ""
-    module = inspect.getmodule(get_method(method).kernel)
-    assert module is not None
-    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+    functions = [get_method(method).kernel, *([measurement_of(method)] if get_method(method).uses == "data" else [])]
+    sources = [inspect.getsource(sys.modules[function.__module__]) for function in functions]
+    return hashlib.sha256("".join(sources).encode()).hexdigest()
 
 
 @cache
@@ -204,7 +206,7 @@ def _model_for(job: Job, task: Task, place: Path) -> Path:
         return job.suite.experts(job.seed).folder(task)
     if not any((model / kind / task.expert).is_dir() for kind in ("heads", "tasks")):
         return model
-    return acemerge.export_expert(model, task.expert, place / "task", overwrite=True)
+    return export_expert(model, task.expert, place / "task", overwrite=True)
 
 
 class Unfinished:
