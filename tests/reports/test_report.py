@@ -14,9 +14,8 @@ import lora_zoo
 import model_zoo
 from acemerge.diagnosis.report import diagnosis_page
 from acemerge.errors import InputError
+from acemerge.output.manifest import MANIFEST, read_merge
 from acemerge.output.verify import verify_output
-from acemerge.output.writer import MANIFEST
-from acemerge.reports.account import read_account
 from acemerge.reports.merge_report import findings, merge_page
 from acemerge.reports.page import save_figures, write_report
 from command import Command
@@ -57,7 +56,7 @@ def bert(tmp_path: Path) -> Path:
 
 
 def test_a_merge_s_report_shows_every_tensor_of_its_manifest(bert: Path) -> None:
-    page = merge_page(read_account(bert))
+    page = merge_page(read_merge(bert))
     manifest = json.loads((bert / MANIFEST).read_text())
     assert [record["name"] for record in page.table.records] == [tensor["name"] for tensor in manifest["tensors"]]
     by_name = {tensor["name"]: tensor for tensor in manifest["tensors"]}
@@ -70,10 +69,10 @@ def test_a_merge_s_report_shows_every_tensor_of_its_manifest(bert: Path) -> None
 
 
 def test_the_page_is_one_file_that_loads_nothing(bert: Path, tmp_path: Path) -> None:
-    html = write_report(merge_page(read_account(bert)), tmp_path / "report.html").read_text()
+    html = write_report(merge_page(read_merge(bert)), tmp_path / "report.html").read_text()
     outline = Outline(html)
     assert len(set(outline.ids)) == len(outline.ids), "an id is there twice"
-    assert outline.tags.count("tr") == 1 + len(read_account(bert).tensors)
+    assert outline.tags.count("tr") == 1 + len(read_merge(bert).tensors)
     assert len(outline.labels) == 4
     assert all(len(label) > 30 for label in outline.labels), "every figure says in words what it shows"
     assert all(link.startswith(("#", "data:")) for link in outline.links)
@@ -83,7 +82,7 @@ def test_the_page_is_one_file_that_loads_nothing(bert: Path, tmp_path: Path) -> 
 
 
 def test_the_same_merge_has_the_same_report(bert: Path, tmp_path: Path) -> None:
-    first, second = (write_report(merge_page(read_account(bert)), tmp_path / name).read_bytes() for name in ("a.html", "b.html"))
+    first, second = (write_report(merge_page(read_merge(bert)), tmp_path / name).read_bytes() for name in ("a.html", "b.html"))
     assert first == second
 
 
@@ -97,7 +96,7 @@ def test_names_cannot_inject_anything(tmp_path: Path) -> None:
     manifest["experts"] = [evil]
     manifest["tensors"][1]["experts"] = {evil: "x"}
     (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
-    html = merge_page(read_account(tmp_path / "out")).to_html()
+    html = merge_page(read_merge(tmp_path / "out")).to_html()
     assert "<script>alert" not in html
     assert Outline(html).tags.count("script") == 1
 
@@ -115,7 +114,7 @@ def test_merge_with_report_puts_it_into_the_output_and_its_account(models: Model
 @pytest.mark.parametrize("method", ["average", "ties", "tsv_m", "emr"])
 def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path, method: str) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "out", method=method)
-    page = merge_page(read_account(tmp_path / "out"))
+    page = merge_page(read_merge(tmp_path / "out"))
     assert page.to_html()
     assert "heterogeneity" not in [figure.name for figure in page.figures]
     assert ("one model per task" in "".join(finding.text for finding in page.findings)) == (method == "emr")
@@ -124,7 +123,7 @@ def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path,
 def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 3, 2)
     acemerge.merge(base, experts, tmp_path / "out", alpha=50.0)
-    page = merge_page(read_account(tmp_path / "out"))
+    page = merge_page(read_merge(tmp_path / "out"))
     assert page.level == "caution"
     assert "12 warnings" in page.verdict
     (finding,) = [finding for finding in page.findings if "x the largest task vector" in finding.text]
@@ -135,7 +134,7 @@ def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
 def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     zoo = lora_zoo.build(tmp_path, "LlamaForCausalLM")
     acemerge.merge(zoo.base, zoo.adapters, tmp_path / "out", save_as="adapter", rank=2)
-    page = merge_page(read_account(tmp_path / "out"))
+    page = merge_page(read_merge(tmp_path / "out"))
     keys = [column.key for column in page.table.columns]
     assert "rank" in keys
     assert "error" in keys
@@ -143,14 +142,14 @@ def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     (finding,) = [finding for finding in page.findings if "which has rank 2 (relative error)" in finding.text]
     assert finding.level == "caution"
     acemerge.merge(zoo.base, zoo.adapters, tmp_path / "whole", save_as="adapter")
-    assert not any("Cutting" in finding.text for finding in merge_page(read_account(tmp_path / "whole")).findings)
+    assert not any("Cutting" in finding.text for finding in merge_page(read_merge(tmp_path / "whole")).findings)
 
 
 def test_an_idle_expert_is_named(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 1, 1)
     model_zoo.rewrite(base, tmp_path / "idle", lambda tensors: tensors)
     acemerge.merge(base, [*experts, tmp_path / "idle"], tmp_path / "out")
-    assert any("'idle' changed nothing" in finding.text for finding in findings(read_account(tmp_path / "out")))
+    assert any("'idle' changed nothing" in finding.text for finding in findings(read_merge(tmp_path / "out")))
 
 
 # --- the commands ------------------------------------------------------------------------------------------------------

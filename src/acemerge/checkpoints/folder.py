@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.untrusted import (
+    MAX_JSON_BYTES,
     check_header_length,
     check_inside,
     check_names,
@@ -148,10 +149,10 @@ class Checkpoint:
 NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_args.bin", "adapter_config.json"}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or an error that names the file."""
+def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object from a file of so many bytes at most, or an error that names the file."""
     try:
-        content = parse_json(read_bounded(path), path)
+        content = parse_json(read_bounded(path, limit), path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check that it is there and that you may read it") from None
     if not isinstance(content, dict):

@@ -256,4 +256,4 @@ def compute_threads(threads: int | None) -> Iterator[None]:
 
 
 def _records(plan: Plan, staging: Staging) -> list[Mapping[str, Any]]:
-    return [record for shard in plan.shards for record in staging.finished[shard]["tensors"]]
+    return [record.to_json() for shard in plan.shards for record in staging.finished[shard].tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,11 @@ import yaml
 
 from acemerge import __version__
 from acemerge.checkpoints.side_files import copy_side_file
-from acemerge.output.adapter_writer import overall_error, write_adapter_config
+from acemerge.output.adapter_writer import write_adapter_config
+from acemerge.output.input_hashes import Hashes
+from acemerge.output.manifest import manifest_of, write_manifest
 from acemerge.output.staging import Staging
-from acemerge.output.writer import MANIFEST, write_manifest
 from acemerge.planning.plan import Plan
-from acemerge.reports.account import parse_account
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from acemerge.execute.pipeline import Sources
 
 REPORT = "report.html"
-Hashes = Mapping[str, Mapping[str, str]]
 
 
 def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, report: bool = False) -> None:
@@ -41,13 +40,10 @@ def write_documents(plan: Plan, sources: Sources, staging: Staging, hashes: Hash
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
     (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
-    shards = staging.finished
-    written = {shard: record["sha256"] for shard, record in shards.items()}
-    parts = {path: sha for record in shards.values() for path, sha in record["parts"].items()}
-    account = manifest(plan, staging, hashes)
+    manifest = manifest_of(plan, staging.finished, hashes)
     if report:
-        write_report(merge_page(parse_account(account, folder / MANIFEST)), folder / REPORT)
-    write_manifest(folder, account, written | parts)
+        write_report(merge_page(manifest), folder / REPORT)
+    write_manifest(folder, manifest, manifest.outputs | manifest.parts)
 
 
 _RECIPE_HEADING = f"""\
@@ -95,30 +91,6 @@ def _public_names(sources: Sequence[Source]) -> list[str]:
         f"{source.path.resolve().parent.name}/{name}" if names.count(name) > 1 and not source.hub_id else name
         for source, name in zip(sources, names, strict=True)
     ]
-
-
-def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
-    """The machine-readable account of every tensor."""
-    content = plan.to_json()
-    content["tensors"] = [record for shard in plan.shards for record in staging.finished[shard]["tensors"]]
-    return {
-        "acemerge": __version__,
-        **content,
-        **({"relative_error": overall_error(content["tensors"])} if plan.recipe.save_as == "adapter" else {}),
-        "unused": unused_tensors(plan),
-        "inputs": {model: dict(files) for model, files in hashes.items()},
-        "outputs": {shard: staging.finished[shard]["sha256"] for shard in plan.shards},
-        "parts": {path: sha for shard in plan.shards for path, sha in staging.finished[shard]["parts"].items()},
-    }
-
-
-def unused_tensors(plan: Plan) -> dict[str, list[str]]:
-    """Each expert's tensors that are neither merged, averaged nor its head: the base's are kept or copied, or they are tied."""
-    used = {(source.expert, source.name) for tensor in plan.tensors for source in tensor.experts}
-    used |= {(head.expert, name) for head in plan.heads for name in head.tensors}
-    return {
-        expert.name: [name for name in expert.tensors if (index, name) not in used] for index, expert in enumerate(plan.experts)
-    }
 
 
 def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str:

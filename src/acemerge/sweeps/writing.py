@@ -54,4 +54,4 @@ class PointWriter:
 
 
 def _warnings(plan: Plan, staging: Staging) -> int:
-    return sum(len(record["warnings"]) for shard in plan.shards for record in staging.finished[shard]["tensors"])
+    return sum(len(record.warnings) for shard in plan.shards for record in staging.finished[shard].tensors)
