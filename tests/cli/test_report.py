@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from acemerge.output.writer import MANIFEST
+from acemerge.output.manifest import MANIFEST
 from command import Command
 
 

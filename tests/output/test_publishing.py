@@ -108,3 +108,17 @@ def test_an_empty_folder_is_as_good_as_none_and_a_link_is_refused(models: Models
 def test_home_is_understood_in_the_output(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert acemerge.merge(models.base, models.experts, "~/out").output == tmp_path / "out"
+
+
+def test_a_lock_that_is_a_link_is_left_alone(models: Models, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "out.partial.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="not acemerge's; move it away"):
+        acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert (tmp_path / "out.partial.lock").is_symlink()
+
+
+def test_the_lock_of_a_killed_run_does_not_block(models: Models, tmp_path: Path) -> None:
+    (tmp_path / "out.partial.lock").touch()
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]

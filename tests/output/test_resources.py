@@ -1,7 +1,6 @@
 """Space and memory that a merge needs are counted before any work."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,11 +50,8 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert resources._container_memory(tmp_path / "groups", tmp_path / "nowhere") is None
 
 
-def test_the_machines_own_memory_is_known_on_linux() -> None:
-    if not sys.platform.startswith("linux"):
-        pytest.skip("reads Linux's account of memory")
+def test_the_machines_own_memory_is_known() -> None:
     free = resources.available_memory()
-    assert free is not None
     assert 10_000_000 < free < 10**15
     assert check_memory(10**18) is not None
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 import acemerge
-from acemerge.checkpoints.folder import TensorHeader
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.output import writer
 from acemerge.output.writer import write_safetensors
 from small_models import Models

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import acemerge
-from acemerge.reports.account import read_account
+from acemerge.output.manifest import read_merge
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
 from layered_models import layered
@@ -40,7 +40,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     acemerge.merge(base, experts, folder / "merged")
     return {
         "diagnosis": acemerge.diagnose(base, experts).write_report(folder / "diagnosis.html"),
-        "merge": write_report(merge_page(read_account(folder / "merged")), folder / "merge.html"),
+        "merge": write_report(merge_page(read_merge(folder / "merged")), folder / "merge.html"),
     }
 
 

@@ -10,16 +10,15 @@ import pytest
 import acemerge
 import lora_zoo
 import model_zoo
+from acemerge.output.manifest import MANIFEST, read_merge
 from acemerge.output.verify import verify_output
-from acemerge.output.writer import MANIFEST
-from acemerge.reports.account import read_account
 from acemerge.reports.merge_report import findings, merge_page
 from layered_models import layered
 from small_models import Models
 
 
 def test_a_merge_s_report_shows_every_tensor_of_its_manifest(merged_bert: Path) -> None:
-    page = merge_page(read_account(merged_bert))
+    page = merge_page(read_merge(merged_bert))
     manifest = json.loads((merged_bert / MANIFEST).read_text())
     assert [record["name"] for record in page.table.records] == [tensor["name"] for tensor in manifest["tensors"]]
     by_name = {tensor["name"]: tensor for tensor in manifest["tensors"]}
@@ -44,7 +43,7 @@ def test_merge_with_report_puts_it_into_the_output_and_its_account(models: Model
 @pytest.mark.parametrize("method", ["average", "ties", "tsv_m", "emr"])
 def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path, method: str) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "out", method=method)
-    page = merge_page(read_account(tmp_path / "out"))
+    page = merge_page(read_merge(tmp_path / "out"))
     assert page.to_html()
     assert "heterogeneity" not in [figure.name for figure in page.figures]
     assert ("one model per task" in "".join(finding.text for finding in page.findings)) == (method == "emr")
@@ -53,7 +52,7 @@ def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path,
 def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 3, 2)
     acemerge.merge(base, experts, tmp_path / "out", alpha=50.0)
-    page = merge_page(read_account(tmp_path / "out"))
+    page = merge_page(read_merge(tmp_path / "out"))
     assert page.level == "caution"
     assert "12 warnings" in page.verdict
     (finding,) = [finding for finding in page.findings if "x the largest task vector" in finding.text]
@@ -64,7 +63,7 @@ def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
 def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     zoo = lora_zoo.build(tmp_path, "LlamaForCausalLM")
     acemerge.merge(zoo.base, zoo.adapters, tmp_path / "out", save_as="adapter", rank=2)
-    page = merge_page(read_account(tmp_path / "out"))
+    page = merge_page(read_merge(tmp_path / "out"))
     keys = [column.key for column in page.table.columns]
     assert "rank" in keys
     assert "error" in keys
@@ -72,14 +71,14 @@ def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     (finding,) = [finding for finding in page.findings if "which has rank 2 (relative error)" in finding.text]
     assert finding.level == "caution"
     acemerge.merge(zoo.base, zoo.adapters, tmp_path / "whole", save_as="adapter")
-    assert not any("Cutting" in finding.text for finding in merge_page(read_account(tmp_path / "whole")).findings)
+    assert not any("Cutting" in finding.text for finding in merge_page(read_merge(tmp_path / "whole")).findings)
 
 
 def test_an_idle_expert_is_named(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 1, 1)
     model_zoo.rewrite(base, tmp_path / "idle", lambda tensors: tensors)
     acemerge.merge(base, [*experts, tmp_path / "idle"], tmp_path / "out")
-    assert any("'idle' changed nothing" in finding.text for finding in findings(read_account(tmp_path / "out")))
+    assert any("'idle' changed nothing" in finding.text for finding in findings(read_merge(tmp_path / "out")))
 
 
 def test_a_report_of_twelve_layers_is_small(tmp_path: Path) -> None:

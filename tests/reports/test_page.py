@@ -12,8 +12,7 @@ import acemerge
 import model_zoo
 from acemerge.diagnosis.report import diagnosis_page
 from acemerge.errors import InputError
-from acemerge.output.writer import MANIFEST
-from acemerge.reports.account import read_account
+from acemerge.output.manifest import MANIFEST, read_merge
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import save_figures, write_report
 from layered_models import layered
@@ -21,10 +20,10 @@ from outline import Outline
 
 
 def test_the_page_is_one_file_that_loads_nothing(merged_bert: Path, tmp_path: Path) -> None:
-    html = write_report(merge_page(read_account(merged_bert)), tmp_path / "report.html").read_text()
+    html = write_report(merge_page(read_merge(merged_bert)), tmp_path / "report.html").read_text()
     outline = Outline(html)
     assert len(set(outline.ids)) == len(outline.ids), "an id is there twice"
-    assert outline.tags.count("tr") == 1 + len(read_account(merged_bert).tensors)
+    assert outline.tags.count("tr") == 1 + len(read_merge(merged_bert).tensors)
     assert len(outline.labels) == 4
     assert all(len(label) > 30 for label in outline.labels), "every figure says in words what it shows"
     assert all(link.startswith(("#", "data:")) for link in outline.links)
@@ -35,7 +34,7 @@ def test_the_page_is_one_file_that_loads_nothing(merged_bert: Path, tmp_path: Pa
 
 def test_the_same_merge_has_the_same_report(merged_bert: Path, tmp_path: Path) -> None:
     first, second = (
-        write_report(merge_page(read_account(merged_bert)), tmp_path / name).read_bytes() for name in ("a.html", "b.html")
+        write_report(merge_page(read_merge(merged_bert)), tmp_path / name).read_bytes() for name in ("a.html", "b.html")
     )
     assert first == second
 
@@ -50,7 +49,7 @@ def test_names_cannot_inject_anything(tmp_path: Path) -> None:
     manifest["experts"] = [evil]
     manifest["tensors"][1]["experts"] = {evil: "x"}
     (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
-    html = merge_page(read_account(tmp_path / "out")).to_html()
+    html = merge_page(read_merge(tmp_path / "out")).to_html()
     assert "<script>alert" not in html
     assert Outline(html).tags.count("script") == 1
 

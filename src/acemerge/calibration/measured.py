@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from acemerge.cache import CACHE_VARIABLE, cache_folder
-from acemerge.checkpoints.folder import WeightsFile, open_file
+from acemerge.checkpoints.formats.registry import WeightsFile, open_file
 from acemerge.errors import InputError, MergeError
 from acemerge.version import __version__
 

@@ -25,13 +25,13 @@ def report_command(
     The inputs are not needed. `acemerge merge --report` puts the same page into the output itself, as report.html.
     """
     from acemerge.cli.display import print_findings
-    from acemerge.reports.account import read_account
+    from acemerge.output.manifest import read_merge
     from acemerge.reports.figure import check_installed
     from acemerge.reports.merge_report import merge_page
     from acemerge.reports.page import save_figures, write_report
 
     check_installed()
-    page = merge_page(read_account(merged))
+    page = merge_page(read_merge(merged))
     whole = merged.resolve()
     written = [write_report(page, output or whole.with_name(f"{whole.name}.html"))]
     if figures:

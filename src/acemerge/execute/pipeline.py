@@ -16,16 +16,15 @@ from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_strangers, set_scene
 from acemerge.execute.passes import gather_at_points
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
+from acemerge.output.manifest import Manifest
 from acemerge.output.model_card import write_documents
 from acemerge.output.resources import check_space, needed_space
 from acemerge.output.staging import Staging, check_output, staged_output
 from acemerge.output.task_models import write_heads
-from acemerge.output.writer import MANIFEST
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress, show_progress
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
-from acemerge.reports.account import parse_account
 from acemerge.reports.figure import check_installed
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
@@ -138,9 +137,9 @@ class Executor:
         write_documents(plan, self.scene.sources, staging, hashes, _add_page if self.scene.run.report else None)
 
 
-def _add_page(account: dict[str, Any], folder: Path) -> None:
-    write_report(merge_page(parse_account(account, folder / MANIFEST)), folder / REPORT)
+def _add_page(manifest: Manifest, folder: Path) -> None:
+    write_report(merge_page(manifest), folder / REPORT)
 
 
 def _records(plan: Plan, staging: Staging) -> list[Mapping[str, Any]]:
-    return [record for shard in plan.shards for record in staging.finished[shard]["tensors"]]
+    return [record.to_json() for shard in plan.shards for record in staging.finished[shard].tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,18 @@ import yaml
 
 from acemerge.checkpoints.side_files import copy_side_file
 from acemerge.checkpoints.source import Source, Sources
-from acemerge.output.adapter_writer import overall_error, write_adapter_config
+from acemerge.output.adapter_writer import write_adapter_config
+from acemerge.output.input_hashes import Hashes
+from acemerge.output.manifest import Manifest, manifest_of, write_manifest
 from acemerge.output.staging import Staging
-from acemerge.output.writer import write_manifest
 from acemerge.planning.plan import Plan
 from acemerge.version import __version__
 
-Hashes = Mapping[str, Mapping[str, str]]
-
 
 def write_documents(
-    plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, add_page: Callable[[dict[str, Any], Path], None] | None = None
+    plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, add_page: Callable[[Manifest, Path], None] | None = None
 ) -> None:
-    """Everything of the output folder but the weights and the heads; `add_page` makes a page of the manifest's content."""
+    """Everything of the output folder but the weights and the heads; `add_page` makes a page of the manifest."""
     folder = staging.folder
     if plan.recipe.save_as == "adapter":
         write_adapter_config(plan, sources, folder)
@@ -36,13 +35,10 @@ def write_documents(
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
     (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
-    shards = staging.finished
-    written = {shard: record["sha256"] for shard, record in shards.items()}
-    parts = {path: sha for record in shards.values() for path, sha in record["parts"].items()}
-    account = manifest(plan, staging, hashes)
+    manifest = manifest_of(plan, staging.finished, hashes)
     if add_page:
-        add_page(account, folder)
-    write_manifest(folder, account, written | parts)
+        add_page(manifest, folder)
+    write_manifest(folder, manifest, manifest.outputs | manifest.parts)
 
 
 _RECIPE_HEADING = f"""\
@@ -90,30 +86,6 @@ def _public_names(sources: Sequence[Source]) -> list[str]:
         f"{source.path.resolve().parent.name}/{name}" if names.count(name) > 1 and not source.hub_id else name
         for source, name in zip(sources, names, strict=True)
     ]
-
-
-def manifest(plan: Plan, staging: Staging, hashes: Hashes) -> dict[str, Any]:
-    """The machine-readable account of every tensor."""
-    content = plan.to_json()
-    content["tensors"] = [record for shard in plan.shards for record in staging.finished[shard]["tensors"]]
-    return {
-        "acemerge": __version__,
-        **content,
-        **({"relative_error": overall_error(content["tensors"])} if plan.recipe.save_as == "adapter" else {}),
-        "unused": unused_tensors(plan),
-        "inputs": {model: dict(files) for model, files in hashes.items()},
-        "outputs": {shard: staging.finished[shard]["sha256"] for shard in plan.shards},
-        "parts": {path: sha for shard in plan.shards for path, sha in staging.finished[shard]["parts"].items()},
-    }
-
-
-def unused_tensors(plan: Plan) -> dict[str, list[str]]:
-    """Each expert's tensors that are neither merged, averaged nor its head: the base's are kept or copied, or they are tied."""
-    used = {(source.expert, source.name) for tensor in plan.tensors for source in tensor.experts}
-    used |= {(head.expert, name) for head in plan.heads for name in head.tensors}
-    return {
-        expert.name: [name for name in expert.tensors if (index, name) not in used] for index, expert in enumerate(plan.experts)
-    }
 
 
 def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str:

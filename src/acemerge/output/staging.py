@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,23 +16,18 @@ from pydantic import BaseModel
 
 from acemerge.errors import InputError, MergeError
 from acemerge.output.input_hashes import Hashes, InputHashes, content_sha256
+from acemerge.output.manifest import ShardRecord, files_below, own_files
 from acemerge.output.publishing import is_occupied, locked, publish, remove, replaced_folder
-from acemerge.output.writer import MANIFEST, files_below
+from acemerge.output.whole_files import replace_file
 
 _STATE = ".acemerge-state.json"
-
-
-class _FinishedShard(BaseModel):
-    sha256: str
-    parts: dict[str, str]
-    tensors: list[dict[str, Any]]
 
 
 class _State(BaseModel):
     """What a run notes in its staging folder after every shard."""
 
     digest: str
-    finished: dict[str, _FinishedShard]
+    finished: dict[str, ShardRecord]
     inputs: dict[str, dict[str, str]]
 
 
@@ -43,7 +38,7 @@ class Staging:
     folder: Path
     digest: str
     inputs: InputHashes | None = None
-    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    finished: dict[str, ShardRecord] = field(default_factory=dict)
     earlier_inputs: Hashes = field(default_factory=dict)
     """Hashes of the files that an earlier run's shards were made of, as far as that run knew them."""
     note: str | None = None
@@ -63,14 +58,14 @@ class Staging:
         else:
             usable, self.note = True, f"going on: {len(state.finished)} shards of the interrupted run are finished"
         if usable and state:
-            self.finished, self.earlier_inputs = state.model_dump()["finished"], state.inputs
-        parts = {name.split("/")[0] for record in self.finished.values() for name in record["parts"]}
+            self.finished, self.earlier_inputs = state.finished, state.inputs
+        parts = {name.split("/")[0] for record in self.finished.values() for name in record.parts}
         self._write_state()
         _clear(self.folder, keep={_STATE, *self.finished, *parts})
 
-    def finish(self, shard: str, record: dict[str, Any]) -> None:
-        """Note that a shard is complete, so that a later run need not do it again."""
-        self.finished[shard] = record
+    def finish(self, shard: str, record: Mapping[str, Any]) -> None:
+        """Note that a shard is complete, so that a later run need not do it again: a `ShardRecord` in plain values."""
+        self.finished[shard] = ShardRecord.model_validate(record)
         self._write_state()
 
     def check_inputs(self, hashes: Hashes) -> None:
@@ -87,17 +82,17 @@ class Staging:
         known = self.inputs.known() if self.inputs else {}
         # What an earlier run noted stands: its shards are still here.
         inputs = {model: {**files, **self.earlier_inputs.get(model, {})} for model, files in known.items()}
-        state = {"digest": self.digest, "finished": self.finished, "inputs": inputs}
-        temporary = self.folder / f"{_STATE}.new"
-        temporary.write_text(json.dumps(state))
-        temporary.replace(self.folder / _STATE)
+        finished = {shard: record.to_json() for shard, record in self.finished.items()}
+        state = {"digest": self.digest, "finished": finished, "inputs": inputs}
+        with replace_file(self.folder / _STATE, alone=True) as staged:
+            staged.write_text(json.dumps(state))
 
     def reusable(self, shard: str) -> bool:
         """Whether a shard of an earlier run is there, whole and unchanged."""
         record = self.finished.get(shard)
         if record is None:
             return False
-        expected = {shard: record["sha256"], **record["parts"]}
+        expected = {shard: record.sha256, **record.parts}
         return all((self.folder / name).is_file() and content_sha256(self.folder / name) == sha for name, sha in expected.items())
 
 
@@ -126,8 +121,8 @@ def check_place(output: Path, inputs: Sequence[Path] = ()) -> None:
 def _check_may_replace(output: Path, overwrite: bool) -> None:
     """Only what acemerge wrote itself is ever replaced: every file must be in the folder's own manifest."""
     try:
-        known = {*json.loads((output / MANIFEST).read_text(encoding="utf-8"))["files"], MANIFEST}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        known = own_files(output)
+    except InputError:
         reason = "is not an acemerge output, so it is not replaced"
         raise InputError(f"{output}: already exists and {reason}; choose another output, or remove it yourself") from None
     if not overwrite:

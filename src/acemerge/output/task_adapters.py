@@ -7,11 +7,13 @@ from pathlib import Path
 
 from acemerge.adapters.settings import CONFIG
 from acemerge.checkpoints.families import head_module
-from acemerge.checkpoints.folder import open_file, read_json
+from acemerge.checkpoints.folder import read_json
+from acemerge.checkpoints.formats.registry import open_file
 from acemerge.errors import InputError, did_you_mean
 from acemerge.output.adapter_writer import PREFIX
+from acemerge.output.manifest import ExportManifest, write_manifest
 from acemerge.output.staging import staged_output
-from acemerge.output.writer import write_manifest, write_safetensors
+from acemerge.output.writer import write_safetensors
 from acemerge.planning.plan import ADAPTER_WEIGHTS
 
 HEAD_TENSORS = "head.safetensors"
@@ -35,4 +37,4 @@ def export_task_adapter(merged: Path, expert: str, output: Path, *, overwrite: b
     with staged_output(output, digest="", resume=False, overwrite=overwrite) as staging:
         digest = write_safetensors(staging.folder / ADAPTER_WEIGHTS, headers, values)
         (staging.folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        write_manifest(staging.folder, {"exported": expert}, {ADAPTER_WEIGHTS: digest})
+        write_manifest(staging.folder, ExportManifest(exported=expert, files={}), {ADAPTER_WEIGHTS: digest})

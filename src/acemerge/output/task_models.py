@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,20 +18,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from acemerge.adapters.adapter import Adapter, is_adapter
-from acemerge.checkpoints.folder import Checkpoint, TensorHeader, element_size, open_checkpoint, read_json
+from acemerge.checkpoints.folder import Checkpoint, open_checkpoint, read_json
 from acemerge.checkpoints.side_files import copy_side_file
 from acemerge.checkpoints.source import expand_home
+from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.checkpoints.untrusted import check_inside
 from acemerge.errors import InputError, MergeError, did_you_mean
+from acemerge.output.manifest import MANIFEST, ExportManifest, Manifest, is_export, read_manifest, write_manifest
 from acemerge.output.staging import check_output, staged_output
 from acemerge.output.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
-from acemerge.output.writer import MANIFEST, write_manifest, write_safetensors
+from acemerge.output.writer import write_safetensors
 from acemerge.planning.plan import Plan
 from acemerge.tensors.nonfinite import INSIST, REPAIR, count_nonfinite
+
+_COPY_AGAIN = "copy the whole output folder again"
 
 
 def write_heads(plan: Plan, folder: Path) -> None:
@@ -149,40 +152,27 @@ class Parts:
         return {part: file.read(f"{name}:{part}") for part, file in self._where.get(name, {}).items()}
 
 
-def _open_parts(merged: Path, place: str, manifest: _Account) -> Parts:
+def _open_parts(merged: Path, place: str, named: Iterable[str]) -> Parts:
     """The files that the manifest names there. Not every shard has one: some hold nothing that is a task's own."""
-    paths = [merged / path for path in manifest.parts if Path(path).parent == Path(place)]
+    paths = [merged / path for path in named if Path(path).parent == Path(place)]
     for path in paths:
         if not path.is_file():
             raise InputError(f"{path}: missing, but named in {MANIFEST}; copy the whole output folder")
     return Parts(tuple(open_checkpoint(path, place) for path in paths))
 
 
-class _TensorOptions(BaseModel):
-    alpha: float
+def _read_account(merged: Path) -> Manifest | None:
+    """What a merge says about its tasks; another folder says nothing."""
+    manifest = read_manifest(merged, cure=_COPY_AGAIN) if (merged / MANIFEST).is_file() else None
+    return manifest if isinstance(manifest, Manifest) else None
 
 
-class _TensorAccount(BaseModel):
-    name: str
-    options: _TensorOptions | None = None
-
-
-class _Account(BaseModel):
-    """What a merge's manifest says about its tasks."""
-
-    per_task: bool = False
-    experts: list[str] = Field(default_factory=list)
-    parts: dict[str, str] = Field(default_factory=dict)
-    tensors: list[_TensorAccount] = Field(default_factory=list)
-
-
-def _read_account(merged: Path) -> _Account:
-    if not (merged / MANIFEST).is_file():
-        return _Account()
-    try:
-        return _Account.model_validate(read_json(merged / MANIFEST))
-    except ValidationError:
-        raise InputError(f"{merged / MANIFEST}: damaged, or of another version; copy the whole output folder again") from None
+def _alphas(merged: Path, manifest: Manifest) -> dict[str, float]:
+    """By which each tensor was scaled."""
+    alphas: dict[str, Any] = {tensor.name: tensor.options.get("alpha") for tensor in manifest.tensors if tensor.options}
+    if not all(isinstance(alpha, int | float) for alpha in alphas.values()):
+        raise InputError(f"{merged / MANIFEST}: damaged, or of another version (a tensor's alpha is no number); {_COPY_AGAIN}")
+    return alphas
 
 
 def _read_backbone(path: Path, merged: Checkpoint) -> dict[str, str]:
@@ -197,7 +187,7 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
     if not merged.is_dir():
         raise InputError(f"{merged}: no such folder")
     manifest = _read_account(merged)
-    with_parts = manifest.experts if manifest.per_task else []
+    with_parts = manifest.experts if manifest and manifest.per_task else []
     known = sorted({*with_parts, *(path.name for path in merged.glob("heads/*") if path.is_dir())})
     if not known:
         raise InputError(
@@ -217,14 +207,15 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
     beside = sorted(head.iterdir()) if has_head else []
     side_files = tuple(path for path in beside if path.is_file() and path.name not in (HEAD_TENSORS, HEAD_NAMES))
     check_inside(head, side_files)
+    parts = manifest.parts if manifest else ()
     return TaskModel(
         model,
         _read_backbone(head / HEAD_NAMES, model) if has_head else {name: name for name in model.tensors},
         side_files,
         open_checkpoint(head / HEAD_TENSORS, expert) if has_head else None,
-        _open_parts(merged, f"tasks/{expert}", manifest),
-        _open_parts(merged, "shared", manifest),
-        {tensor.name: tensor.options.alpha for tensor in manifest.tensors if tensor.options},
+        _open_parts(merged, f"tasks/{expert}", parts),
+        _open_parts(merged, "shared", parts),
+        _alphas(merged, manifest) if manifest else {},
     )
 
 
@@ -232,7 +223,7 @@ def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwr
     """Write an ordinary Hugging Face folder for one task: the merged backbone, or adapter, with what is that expert's own."""
     merged, output = expand_home(Path(merged)), expand_home(Path(output))
     check_output(output, overwrite, [merged])
-    if output.exists() and any(output.iterdir()) and "exported" not in read_json(output / MANIFEST):
+    if output.exists() and any(output.iterdir()) and not is_export(output):
         raise InputError(f"{output}: is a merge, not an earlier export, so it is not replaced; choose another output")
     if is_adapter(merged):
         export_task_adapter(merged, expert, output, overwrite=overwrite)
@@ -243,7 +234,8 @@ def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwr
         digest = write_safetensors(staging.folder / "model.safetensors", headers, (model.read(name) for name, _ in headers))
         for path in (*model.merged.side_files(), *model.side_files):  # the expert's own files win
             shutil.copyfile(path, staging.folder / path.name)
-        write_manifest(staging.folder, {"exported": expert}, {"model.safetensors": digest})
+        manifest = ExportManifest(exported=expert, files={})
+        write_manifest(staging.folder, manifest, {"model.safetensors": digest})
     return output
 
 

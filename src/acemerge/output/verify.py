@@ -5,37 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
-
-from acemerge.checkpoints.folder import WEIGHT_SUFFIXES, Checkpoint, open_checkpoint, read_json
+from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
+from acemerge.checkpoints.formats.registry import weight_suffixes
 from acemerge.errors import InputError
 from acemerge.output.input_hashes import content_sha256
-from acemerge.output.writer import MANIFEST, files_below, tensor_sha256
-
-_ACTIONS = ("merged", "averaged", "kept", "copied")
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class _TensorRecord(BaseModel):
-    name: str
-    shape: list[int]
-    output_dtype: str
-    action: str
-    shard: str
-    sha256: Sha256 | None = None
-    """None in an adapter, whose tensors are factors of the change: there the file's hash must do."""
-
-
-class _Manifest(BaseModel):
-    """What verification needs of a manifest; the folder of one task has files only."""
-
-    files: dict[str, Sha256]
-    tensors: list[_TensorRecord] = Field(default_factory=list)
-    totals: dict[str, float] = Field(default_factory=dict)
-    exported: str | None = None
-    saved_as: str = "model"
+from acemerge.output.manifest import ACTIONS, MANIFEST, Manifest, TensorRecord, files_below, read_manifest
+from acemerge.output.writer import tensor_sha256
 
 
 @dataclass(frozen=True)
@@ -63,27 +40,17 @@ class Verification:
 
 def verify_output(folder: Path) -> Verification:
     """Read everything again and compare it with the manifest."""
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     present = {name for name in files_below(folder) if name != MANIFEST}
     foreign = sorted(present - manifest.files.keys())
-    changes_model = [name for name in foreign if name.endswith((*WEIGHT_SUFFIXES, ".index.json"))]
+    changes_model = [name for name in foreign if name.endswith((*weight_suffixes(), ".index.json"))]
     problems = [f"{name}: not from acemerge, and a loader may take it for the model's weights" for name in changes_model]
     problems += _check_files(folder, manifest.files)
-    if not manifest.exported:
+    tensors = manifest.tensors if isinstance(manifest, Manifest) else []
+    if isinstance(manifest, Manifest):
         problems += _check_tensors(folder, manifest)
     harmless = [name for name in foreign if name not in changes_model]
-    return Verification(folder, len(manifest.files), len(manifest.tensors), problems, harmless)
-
-
-def _read_manifest(folder: Path) -> _Manifest:
-    if not (folder / MANIFEST).is_file():
-        raise InputError(f"{folder}: has no {MANIFEST}, so it is not an output of acemerge")
-    try:
-        return _Manifest.model_validate(read_json(folder / MANIFEST))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{folder / MANIFEST}: damaged, or of another version ({where}: {first['msg']}); merge again") from None
+    return Verification(folder, len(manifest.files), len(tensors), problems, harmless)
 
 
 def _check_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
@@ -97,10 +64,10 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: its content has changed"
 
 
-def _check_tensors(folder: Path, manifest: _Manifest) -> Iterator[str]:
+def _check_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
     """That the weights load, are exactly those accounted for, and that the accounts add up."""
-    if sum(manifest.totals.get(action, 0) for action in _ACTIONS) != len(manifest.tensors):
-        yield f"{MANIFEST}: {' + '.join(_ACTIONS)} is not the number of tensors"
+    if sum(manifest.totals.get(action, 0) for action in ACTIONS) != len(manifest.tensors):
+        yield f"{MANIFEST}: {' + '.join(ACTIONS)} is not the number of tensors"
     if manifest.saved_as == "adapter":
         return
     try:
@@ -116,7 +83,7 @@ def _check_tensors(folder: Path, manifest: _Manifest) -> Iterator[str]:
             yield f"tensor '{tensor.name}' in {tensor.shard}: {problem}"
 
 
-def _compare(model: Checkpoint, tensor: _TensorRecord) -> str | None:
+def _compare(model: Checkpoint, tensor: TensorRecord) -> str | None:
     header = model.tensors[tensor.name]
     if (header.dtype, list(header.shape)) != (tensor.output_dtype, tensor.shape):
         return f"is {header.dtype} {list(header.shape)}, the merge wrote {tensor.output_dtype} {tensor.shape}"

@@ -1,4 +1,4 @@
-"""Files as they are written: safetensors one tensor at a time, what per-task methods add, and the manifest."""
+"""Files as they are written: safetensors one tensor at a time, and what per-task methods add."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from typing import Any, BinaryIO
 
 from torch import Tensor, uint8
 
-from acemerge.checkpoints.folder import SAFETENSORS_NAME, TensorHeader, element_size
+from acemerge.checkpoints.tensor_header import SAFETENSORS_NAME, TensorHeader, element_size
 from acemerge.errors import MergeError
 from acemerge.output.input_hashes import content_sha256
 
-MANIFEST = "acemerge_manifest.json"
 _COPIED_AT_ONCE = 2**23
 _SYNCED_AT_ONCE = 2**27
 
@@ -182,19 +181,3 @@ class PartsWriter:
         for file in self._files.values():
             file.finish()
         return {f"{place}/{self._shard}": content_sha256(file.path) for place, file in self._files.items()}
-
-
-def files_below(folder: Path) -> list[str]:
-    """Every file of a folder but acemerge's working ones, by its path within it."""
-    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    return sorted(path for path in paths if not path.startswith(".acemerge-"))
-
-
-def write_manifest(folder: Path, content: Mapping[str, Any], known: Mapping[str, str]) -> None:
-    """Write the folder's own account, last: every other file with its sha256, which --overwrite and `verify` go by.
-
-    `known` are the hashes of files that were hashed as they were written.
-    """
-    files = {name: known.get(name) or content_sha256(folder / name) for name in files_below(folder)}
-    complete = {**content, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(complete, indent=1) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeGuard, TypeVar
 
-from acemerge.checkpoints.folder import TensorHeader, element_size
+from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.planning.fates import Action, Computed, ExpertTensor, Fate, Setting
 
 Form = Literal["value", "factors", "absent"]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import yaml
 
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32
+from acemerge.output.manifest import ACTIONS, Manifest, TensorRecord
 from acemerge.planning.layer_names import depths, kinds_in_order, layers_of
-from acemerge.reports.account import MergeAccount, TensorAccount
 from acemerge.reports.figure import Figure
 from acemerge.reports.layer_figures import (
     Point,
@@ -24,17 +24,16 @@ from acemerge.reports.layer_figures import (
 from acemerge.reports.page import Column, Finding, Page, Table, gravest_first, verdict_of
 from acemerge.tensors.results import LARGE_MERGE
 
-_ACTIONS = ("merged", "averaged", "kept", "copied")
 LOST = 0.05
 """Relative error of a truncated adapter that deserves a look."""
 
 
-def merge_page(account: MergeAccount) -> Page:
+def merge_page(account: Manifest) -> Page:
     """What to show of it."""
     found = findings(account)
     level = verdict_of(found)
     counts = Counter(tensor.action for tensor in account.tensors)
-    fates = ", ".join(f"{counts[action]} {action}" for action in _ACTIONS)
+    fates = ", ".join(f"{counts[action]} {action}" for action in ACTIONS)
     warnings = sum(len(tensor.warnings) for tensor in account.tensors)
     return Page(
         kind="acemerge: report of a merge",
@@ -50,7 +49,7 @@ def merge_page(account: MergeAccount) -> Page:
     )
 
 
-def _facts(account: MergeAccount) -> dict[str, str]:
+def _facts(account: Manifest) -> dict[str, str]:
     options = ", ".join(f"{name}={value}" for name, value in account.options.items())
     facts = {"method": f"{account.method} ({options})", "preset": account.family, "orientation": account.orientation}
     if account.saved_as == "adapter":
@@ -62,14 +61,14 @@ def _facts(account: MergeAccount) -> dict[str, str]:
     return facts
 
 
-def findings(account: MergeAccount) -> list[Finding]:
+def findings(account: Manifest) -> list[Finding]:
     """What is worth knowing, the gravest first."""
     found = [*_warned(account), *_truncation(account), *_branches(account), *_lengths(account), *_inactive(account)]
     found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in account.notes]
     return gravest_first(found)
 
 
-def _warned(account: MergeAccount) -> Iterator[Finding]:
+def _warned(account: Manifest) -> Iterator[Finding]:
     """One for each cause, with the first tensor that has it: warnings that differ in numbers and names only are one."""
     causes: dict[str, list[str]] = {}
     for tensor in account.tensors:
@@ -80,8 +79,8 @@ def _warned(account: MergeAccount) -> Iterator[Finding]:
         yield Finding("caution", f"{first[:1].upper()}{first[1:]}.{more}")
 
 
-def _branches(account: MergeAccount) -> Iterator[Finding]:
-    branches = [tensor.branch for tensor in account.merged if tensor.branch]
+def _branches(account: Manifest) -> Iterator[Finding]:
+    branches = [branch for tensor in account.merged if (branch := tensor.text("branch"))]
     count = branches.count("heterogeneous")
     if count:
         text = (
@@ -92,8 +91,8 @@ def _branches(account: MergeAccount) -> Iterator[Finding]:
         yield Finding("good", f"None of the {len(branches)} matrices was heterogeneous: ACE kept the experts' own strength.")
 
 
-def _lengths(account: MergeAccount) -> Iterator[Finding]:
-    ratios = [tensor.norm_ratio for tensor in account.merged if tensor.norm_ratio is not None]
+def _lengths(account: Manifest) -> Iterator[Finding]:
+    ratios = [ratio for tensor in account.merged if (ratio := tensor.number("norm_ratio")) is not None]
     if ratios and max(ratios) <= LARGE_MERGE:
         yield Finding(
             "good",
@@ -102,21 +101,22 @@ def _lengths(account: MergeAccount) -> Iterator[Finding]:
         )
 
 
-def _truncation(account: MergeAccount) -> Iterator[Finding]:
+def _truncation(account: Manifest) -> Iterator[Finding]:
     """What cutting an adapter's rank, or writing it in half precision, lost."""
-    errors = [(tensor.relative_error or 0.0, tensor) for tensor in account.tensors]
+    errors = [(tensor.number("relative_error") or 0.0, tensor) for tensor in account.tensors]
     cut = [(error, tensor) for error, tensor in errors if error > ROUNDED_TO_FLOAT32]
     if not cut:
         return
     worst, tensor = max(cut, key=lambda entry: entry[0])
     overall = f"{account.relative_error:.1%} over all tensors, " if account.relative_error is not None else ""
-    text = f"The adapter lacks {overall}{worst:.1%} of '{tensor.name}' at most, which has rank {tensor.rank} (relative error)."
+    rank = tensor.number("rank")
+    text = f"The adapter lacks {overall}{worst:.1%} of '{tensor.name}' at most, which has rank {rank} (relative error)."
     grave = max(worst, account.relative_error or 0) > LOST
     yield Finding("caution" if grave else "good", text, "Give a larger rank, or none, and no half precision." if grave else "")
 
 
-def _inactive(account: MergeAccount) -> Iterator[Finding]:
-    untouched = [tensor for tensor in account.merged if tensor.active_experts == 0]
+def _inactive(account: Manifest) -> Iterator[Finding]:
+    untouched = [tensor for tensor in account.merged if tensor.number("active_experts") == 0]
     if untouched:
         yield Finding("good", f"{len(untouched)} tensors were changed by no expert and are the base's, bit for bit.")
     for expert in account.experts:
@@ -125,16 +125,17 @@ def _inactive(account: MergeAccount) -> Iterator[Finding]:
             yield Finding("caution", f"Expert '{expert}' changed nothing that was merged.", "Leave it out.")
 
 
-def _task_norms(tensor: TensorAccount) -> Iterable[tuple[str, float]]:
-    return zip(tensor.experts, tensor.task_norms, strict=bool(tensor.task_norms))
+def _task_norms(tensor: TensorRecord) -> Iterable[tuple[str, float]]:
+    norms = tensor.numbers("task_norms")
+    return zip(tensor.experts, norms, strict=bool(norms))
 
 
-def figures(account: MergeAccount) -> list[Figure]:
+def figures(account: Manifest) -> list[Figure]:
     """Those for which the manifest has numbers."""
     place = depths(tensor.name for tensor in account.tensors)
 
-    def points(field: str) -> Iterator[Point]:
-        return ((tensor.kind, place[tensor.name], getattr(tensor, field)) for tensor in account.merged)
+    def points(fact: str) -> Iterator[Point]:
+        return ((tensor.kind, place[tensor.name], tensor.number(fact)) for tensor in account.merged)
 
     found = []
     if "tau" in account.options:
@@ -150,8 +151,8 @@ def figures(account: MergeAccount) -> list[Figure]:
     return [*found, *_energy_figure(account, place)]
 
 
-def _energy_figure(account: MergeAccount, place: Mapping[str, int | None]) -> list[Figure]:
-    places = layers_of(place[tensor.name] for tensor in account.tensors if tensor.task_norms)
+def _energy_figure(account: Manifest, place: Mapping[str, int | None]) -> list[Figure]:
+    places = layers_of(place[tensor.name] for tensor in account.tensors if tensor.numbers("task_norms"))
     lengths = [[_length(account, expert, layer, place) for layer in places] for expert in account.experts]
     whole = [math.sqrt(sum((value or 0) ** 2 for value in row)) for row in lengths]
     told = "; ".join(f"{expert} {length:.3g}" for expert, length in zip(account.experts, whole, strict=True))
@@ -162,13 +163,13 @@ def _energy_figure(account: MergeAccount, place: Mapping[str, int | None]) -> li
     )  # fmt: skip
 
 
-def _length(account: MergeAccount, expert: str, layer: int | None, place: Mapping[str, int | None]) -> float | None:
+def _length(account: Manifest, expert: str, layer: int | None, place: Mapping[str, int | None]) -> float | None:
     own = [tensor for tensor in account.tensors if place[tensor.name] == layer]
     squares = [norm**2 for tensor in own for name, norm in _task_norms(tensor) if name == expert]
     return math.sqrt(math.fsum(squares)) or None
 
 
-def tensor_table(account: MergeAccount) -> Table:
+def tensor_table(account: Manifest) -> Table:
     """A row for each tensor."""
     place = depths(tensor.name for tensor in account.tensors)
     columns = [
@@ -193,7 +194,7 @@ def tensor_table(account: MergeAccount) -> Table:
     return Table("Choose a heading to sort by it; hold the pointer over it for its meaning.", filled, records)
 
 
-def _record(tensor: TensorAccount, depth: int | None) -> dict[str, str | float | None]:
+def _record(tensor: TensorRecord, depth: int | None) -> dict[str, str | float | None]:
     route = f", {tensor.route}" if tensor.route else ""
     return {
         "name": tensor.name,
@@ -202,19 +203,19 @@ def _record(tensor: TensorAccount, depth: int | None) -> dict[str, str | float |
         "shape": "x".join(map(str, tensor.shape)) or "scalar",
         "fate": tensor.action,
         "why": tensor.reason or f"{tensor.method}{route}",
-        "gamma": tensor.gamma,
-        "branch": tensor.branch,
-        "ridge": tensor.ridge_share,
-        "norm": tensor.norm,
-        "ratio": tensor.norm_ratio,
-        "rank": tensor.rank,
-        "error": tensor.relative_error,
+        "gamma": tensor.number("gamma"),
+        "branch": tensor.text("branch"),
+        "ridge": tensor.number("ridge_share"),
+        "norm": tensor.number("norm"),
+        "ratio": tensor.number("norm_ratio"),
+        "rank": tensor.number("rank"),
+        "error": tensor.number("relative_error"),
         **{f"norm {expert}": norm for expert, norm in _task_norms(tensor)},
         "warnings": len(tensor.warnings) or None,
     }
 
 
-def _details(account: MergeAccount) -> dict[str, str]:
+def _details(account: Manifest) -> dict[str, str]:
     details = {
         "Options": yaml.safe_dump({"method": account.method, "options": account.options}, sort_keys=False),
         "Warnings": "\n".join(warning for tensor in account.tensors for warning in tensor.warnings),

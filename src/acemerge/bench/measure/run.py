@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from acemerge.bench.data.task import Task
-from acemerge.bench.data.whole_files import replace_file
 from acemerge.bench.measure.evaluation import Part
 from acemerge.bench.measure.experts import Say
 from acemerge.bench.measure.measured_merge import MergeReport, measured_merge
@@ -30,6 +29,7 @@ from acemerge.methods import get_method
 from acemerge.methods.registry import Uses
 from acemerge.output.input_hashes import named_sha256
 from acemerge.output.task_models import export_expert
+from acemerge.output.whole_files import replace_file
 from acemerge.version import __version__
 
 

@@ -15,7 +15,7 @@ from acemerge.calibration.layout import BEFORE, read_layout
 from acemerge.calibration.measured import Measured, Tensors, keep
 from acemerge.calibration.registry import measures
 from acemerge.calibration.run import DataRun, ExpertModel
-from acemerge.checkpoints.folder import WeightsFile
+from acemerge.checkpoints.formats.registry import WeightsFile
 from acemerge.methods.regmean_plusplus import RegMeanPlusPlusOptions
 from acemerge.planning.tensor import PlannedTensor
 from acemerge.tensors.merging import merge_tensor
