@@ -10,21 +10,22 @@ for library in ("OMP", "OPENBLAS", "MKL"):
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+from threadpoolctl import threadpool_limits  # noqa: E402
+
+from shape_checks import check_shapes_in  # noqa: E402
 
 if TYPE_CHECKING:
     from command import Command
 
-install_import_hook(
-    [
-        "acemerge.numerics.linalg",
-        "acemerge.numerics.covariance",
-        "acemerge.numerics.frame",
-        "acemerge.methods",
-        "acemerge.tensors.task_vectors",
-        "acemerge.api",
-    ],
-    "beartype.beartype",
+threadpool_limits(1)  # what pytest's plugins loaded before it could read the variables above: numpy's BLAS
+
+check_shapes_in(
+    "acemerge.numerics.linalg",
+    "acemerge.numerics.covariance",
+    "acemerge.numerics.frame",
+    "acemerge.methods",
+    "acemerge.tensors.task_vectors",
+    "acemerge.api",
 )
 
 # A busy machine is no failure: nothing here may depend on how long an example takes.
