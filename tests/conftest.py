@@ -29,10 +29,13 @@ check_shapes_in(
 )
 
 # A busy machine is no failure: nothing here may depend on how long an example takes.
-settings.register_profile("acemerge", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "acemerge", max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 # `make fuzz`: other random numbers every time, as many examples as are asked for.
 settings.register_profile(
     "fuzz",
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "0")) or 1,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

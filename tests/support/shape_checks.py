@@ -1,8 +1,8 @@
 """The shapes in signatures, checked at every call: jaxtyping's annotations, beartype's checks.
 
-jaxtyping has an import hook for this. It made most of the tests' work: it checks the arguments twice for the sake of its messages,
-and decorates an inner function anew each time the outer one is called, which takes longer than the outer one's work. Here arguments
-and result are checked once, and inner functions are not.
+jaxtyping has an import hook for this, which took most of the tests' time: it checks arguments twice for the sake of its messages,
+and decorates an inner function anew each time the outer one is called, which takes longer than the outer one's work. Here
+arguments and result are checked once, and inner functions are not.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def checked_fields(cls: type[Any]) -> type[Any]:
 class _Decorated(ast.NodeTransformer):
     """Functions next to their `def`, below other decorators; classes above theirs, which may make them dataclasses."""
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.decorator_list.append(ast.Name(checked.__name__, ast.Load()))
         return node  # without a visit of its body
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:  # noqa: N802
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         node.decorator_list.insert(0, ast.Name(checked_fields.__name__, ast.Load()))
         self.generic_visit(node)
         return node
