@@ -44,8 +44,10 @@ unit: setup
 	$(BIN)/pytest -n 2 --dist worksteal
 
 FUZZ_EXAMPLES ?= 10000
-fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000)
+PROPERTY_EXAMPLES ?= 1000
+fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000); every other property with PROPERTY_EXAMPLES (1000)
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/pytest tests/test_fuzz.py --hypothesis-show-statistics
+	FUZZ_EXAMPLES=$(PROPERTY_EXAMPLES) $(BIN)/pytest -m hypothesis --ignore tests/test_fuzz.py
 
 kill: setup  ## kill a merge at every one of its file-system operations
 	for flags in "" "--overwrite" "--overwrite --no-exchange"; do \

@@ -13,30 +13,34 @@ for library in ("OMP", "OPENBLAS", "MKL"):
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+from threadpoolctl import threadpool_limits  # noqa: E402
+
+from shape_checks import check_shapes_in  # noqa: E402
 
 if TYPE_CHECKING:
     from command import Command
     from model_zoo import Models
 
-install_import_hook(
-    [
-        "acemerge.numerics.linalg",
-        "acemerge.numerics.covariance",
-        "acemerge.numerics.frame",
-        "acemerge.methods",
-        "acemerge.tensors",
-        "acemerge.calibration.measurements",
-        "acemerge.api",
-    ],
-    "beartype.beartype",
+threadpool_limits(1)  # what pytest's plugins loaded before it could read the variables above: numpy's BLAS
+
+check_shapes_in(
+    "acemerge.numerics.linalg",
+    "acemerge.numerics.covariance",
+    "acemerge.numerics.frame",
+    "acemerge.methods",
+    "acemerge.tensors",
+    "acemerge.calibration.measurements",
+    "acemerge.api",
 )
 
 # A busy machine is no failure: nothing here may depend on how long an example takes.
-settings.register_profile("acemerge", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "acemerge", max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 # `make fuzz`: other random numbers every time, as many examples as are asked for.
 settings.register_profile(
     "fuzz",
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "0")) or 1,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

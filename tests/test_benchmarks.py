@@ -2,7 +2,9 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,13 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads
 TINY = "--layers 1 --hidden 64 --inner 128 --vocabulary 100 --experts 2".split()
 
 
-def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, **instead: Any) -> None:
+    """A script's `main`, with some of its parts replaced by cheaper ones."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    load_script(f"benchmarks/{name}.py").main()
+    script = load_script(f"benchmarks/{name}.py")
+    for part, cheaper in instead.items():
+        monkeypatch.setattr(script, part, cheaper)
+    script.main()
 
 
 def test_without_mergekit_the_comparison_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +47,8 @@ def test_a_large_merge_is_measured_and_verified(tmp_path: Path, monkeypatch: pyt
 def test_bandwidth_is_measured_against_cp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("bandwidth", monkeypatch, *TINY, "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", tmp_path / "b.json")
+    arguments = [*TINY, "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", tmp_path / "b.json"]
+    run("bandwidth", monkeypatch, *arguments, METHODS=("average",))  # each method would be two processes more
     rows = {row["command"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
     assert rows["cp"]["of_cp"] == 1
     assert rows["cp"]["bytes_moved"] == 6 / 4 * rows["average"]["bytes_moved"]
@@ -82,14 +89,34 @@ def test_the_other_published_methods_are_the_same_merges(method: str, options: d
 
 @linux
 def test_methods_are_measured_against_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("methods_speed", monkeypatch, "--model", "small", "--threads", "1", "--json", tmp_path / "m.json")
+    measured = load_script("benchmarks/methods_speed.py")._peak_of_route
+    watched: list[str] = []
+
+    def peak(model: str, route: str, threads: int) -> int:
+        """Two of the routes in processes of their own, as all are when it counts."""
+        watched.append(route)
+        return int(measured(model, route, threads)) if route in ("ace ours", "wudi 2 published") else 1
+
+    arguments = ["--model", "small", "--threads", "1", "--json", str(tmp_path / "m.json")]
+    run("methods_speed", monkeypatch, *arguments, _peak_of_route=peak)
     costs = json.loads((tmp_path / "m.json").read_text())["costs"]
     assert {cost["method"] for cost in costs} == {"ace", "tsv_m", "iso_cts", "wudi 300 steps", "wudi 1000 steps"}
     assert {cost["who"] for cost in costs} == {"ours", "published"}
+    assert {"ace ours", "wudi 2 published"} < set(watched)
 
 
 def test_ace_is_measured_against_the_published_procedure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("ace_speed", monkeypatch, "--models", "small", "--threads", "1", "--repeats", "1", "--json", tmp_path / "a.json")
+    arguments = ["--models", "small", "--threads", "1", "--repeats", "1", "--json", str(tmp_path / "a.json")]
+    small_products = partial(load_script("benchmarks/layers.py").gemm_rate, size=256)
+    run("ace_speed", monkeypatch, *arguments, gemm_rate=small_products)
     timings = json.loads((tmp_path / "a.json").read_text())["timings"]
     assert len(timings) == 4 * 2  # matrices, branches
     assert all(timing["published_error"] < 1e-3 for timing in timings)
+
+
+@pytest.mark.parametrize("side", ["homogeneous", "heterogeneous", "both"])
+def test_a_sweep_is_measured_against_merges(side: str) -> None:
+    benchmark = load_script("benchmarks/sweep.py")
+    case = benchmark.Case(3, 16, 24, side)
+    assert len(set(case.grid(0.4))) == 45
+    assert float(benchmark.measure(case, repeats=1).split()[-1]) <= 1e-9

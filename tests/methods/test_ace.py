@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,8 +52,7 @@ def check(task_vectors: Tensor, **options: Any) -> ReferenceMerge:
 # Agreement with the reference
 
 
-@pytest.mark.parametrize("epsilon", [1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("decay", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize(("decay", "epsilon"), [(0.0, 1e-6), (1.0, 1e-3), (2.0, 1.0), (2.0, 1e-6)])
 @pytest.mark.parametrize("norms", BRANCHES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_agrees_on_shapes_branches_spectra_and_epsilons(shape: str, norms: Norms, decay: float, epsilon: float) -> None:
@@ -144,7 +143,6 @@ def test_agrees_when_column_means_dominate(shape: str, norms: Norms) -> None:
     check(with_norms(shifted, torch.linspace(*NORMS[norms], 3).tolist()), epsilon=1e-4)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     tasks=st.integers(1, 8),
     rows=st.integers(2, 24),
@@ -200,7 +198,7 @@ def test_refinement_stops_at_the_rank_of_experts_sharing_a_factor(
 
 @pytest.mark.parametrize("shape", [(4, 4), (5, 5), (5, 8), (8, 5)])
 def test_refinement_stops_at_the_rank_of_tiny_experts(shape: tuple[int, int]) -> None:
-    for seed in range(20):
+    for seed in range(6):
         task_vectors = low_rank_experts(3, *shape, rank=2, shared="A", seed=seed)
         assert check(task_vectors, epsilon=1e-3, tau=0.0, k_frac=1.0).kept == 2
 
@@ -292,7 +290,6 @@ def test_huge_tau_never_normalises_or_refines(tau: float) -> None:
 # Facts that follow from the definition
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(order=st.permutations(range(5)), norms=st.sampled_from(BRANCHES), shape=st.sampled_from(sorted(SHAPES)))
 def test_order_of_experts_does_not_matter(order: list[int], norms: Norms, shape: str) -> None:
     task_vectors = experts(5, *SHAPES[shape], norms, decay=1.0)

@@ -1,5 +1,7 @@
 """ACE on matrices that are large enough for float32 to pay: as good as float64, or done in float64."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ SHAPES = {"square": (SMALL, SMALL), "tall": (SMALL + 300, SMALL), "wide": (SMALL
 BRANCHES = {"homogeneous": 1e9, "heterogeneous": 0.0}
 
 
+@cache
 def experts(shape: tuple[int, int], decay: float, tasks: int = 3) -> Tensor:
     """Task vectors whose i-th singular value is i^-decay, in float32."""
     generator = torch.Generator().manual_seed(round(100 * decay))
@@ -33,9 +36,17 @@ def merge(task_vectors: Tensor, branch: str, epsilon: float = 1e-5) -> Merged:
     return merged
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "branch", "decay"),
+    [
+        *(("square", "homogeneous", decay) for decay in (0.0, 1.0)),
+        *(("square", "heterogeneous", decay) for decay in (0.5, 2.0)),
+        *(("tall", "homogeneous", decay) for decay in (0.5, 2.0)),
+        *(("tall", "heterogeneous", decay) for decay in (0.0, 1.0)),
+        *(("wide", "homogeneous", decay) for decay in (0.5, 1.0)),
+        *(("wide", "heterogeneous", decay) for decay in (0.0, 2.0)),
+    ],
+)
 def test_agrees_with_float64(shape: str, branch: str, decay: float) -> None:
     given = experts(SHAPES[shape], decay)
     merged, exact = merge(given, branch), merge(given.double(), branch)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -127,7 +127,6 @@ def test_consensus_of_a_whole_model() -> None:
     assert_merges_to(base, merged, reference_consensus(flattened(base, experts)))
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(0, 5), st.floats(0, 2))
 def test_consensus_is_a_restriction_of_the_sum(seed: int, tasks: int, k: int, lam: float) -> None:
     task_vectors = random_task_vectors(6, 5, tasks=tasks, seed=seed)
@@ -258,7 +257,6 @@ def test_nan_equal_norms_are_task_arithmetic() -> None:
     torch.testing.assert_close(run("nan", task_vectors, norm_of="delta", scale="one").delta, task_vectors.sum(0) / 4)
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 6), st.sampled_from(["model", "layer"]))
 def test_nan_coefficients_sum_to_the_scale(seed: int, tasks: int, scope: str) -> None:
     facts = run("nan", random_task_vectors(4, 5, tasks=tasks, seed=seed), norm_of="delta", scope=scope).facts
@@ -362,7 +360,6 @@ def test_fr_with_a_large_radius_is_task_arithmetic() -> None:
     torch.testing.assert_close(found, acemerge.merge_task_vectors(task_vectors, method="task_arithmetic"))
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(2, 9), st.integers(2, 9), st.floats(0.05, 1.5), st.integers(0, 1000))
 def test_fr_filter_is_linear_and_never_adds_energy(rows: int, columns: int, c: float, seed: int) -> None:
     a, b = random_task_vectors(rows, columns, tasks=2, seed=seed)
@@ -371,7 +368,6 @@ def test_fr_filter_is_linear_and_never_adds_energy(rows: int, columns: int, c: f
     assert filter_(a).norm() <= a.norm() * (1 + 1e-12)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0.05, 1.5), st.integers(0, 1000))
 def test_fr_filter_is_idempotent_for_even_sizes(half_rows: int, half_columns: int, c: float, seed: int) -> None:
     rows, columns = 2 * half_rows, 2 * half_columns

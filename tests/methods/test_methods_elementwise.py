@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -36,7 +36,6 @@ NAMES = tuple("abcdefgh")
 SHAPES = [(), (7,), (12, 8), (8, 12), (1, 9), (3, 2, 5)]
 CASES = [*((shape, torch.float64) for shape in SHAPES), *((shape, torch.float32) for shape in [(7,), (12, 8), (3, 2, 5)])]
 every_case = pytest.mark.parametrize(("shape", "dtype"), CASES, ids=lambda v: str(v).removeprefix("torch."))
-few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 def random_tasks(tasks: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -475,7 +474,6 @@ def test_ties_elects_the_same_sign_in_any_order() -> None:
     assert float(results[0][0].sign()) == (np.sign(exact) or 1)
 
 
-@few
 @given(seed=st.integers(0, 999), keep=st.sampled_from([0.1, 0.3, 0.9, 1.0]), scale=st.sampled_from([1e-3, 0.5, 64.0]))
 def test_ties_invariants(seed: int, keep: float, scale: float) -> None:
     tau = random_tasks(3, 6, 5, seed=seed)
@@ -496,7 +494,6 @@ def test_ties_of_equal_signs_is_the_mean_of_non_zeros_or_the_sum() -> None:
     torch.testing.assert_close(run("ties", tau, keep=1, merge="sum").delta, tau.sum(0))
 
 
-@few
 @given(
     pieces=st.lists(
         st.lists(st.floats(-4, 4, width=16) | st.floats(width=32, allow_nan=False), max_size=9), min_size=1, max_size=4
@@ -794,7 +791,6 @@ def test_della_of_a_whole_model_with_conv1d_matrices() -> None:
         np.testing.assert_allclose(merged[name].double().numpy(), base[name].double().numpy() + 1.1 * delta, atol=1e-6)
 
 
-@few
 @given(seed=st.integers(0, 999), n=st.integers(2, 40), window=st.sampled_from([0.0, 0.14, 0.5]))
 def test_della_probabilities_average_to_the_density_and_rise_with_magnitude(seed: int, n: int, window: float) -> None:
     tau = random_tasks(1, 3, n, seed=seed)[0].round(decimals=2)  # with ties
@@ -899,7 +895,6 @@ def test_breadcrumbs_of_a_whole_model_with_conv1d_matrices() -> None:
         np.testing.assert_allclose(merged[name].double().numpy(), base[name].double().numpy() + 0.4 * delta, atol=1e-6)
 
 
-@few
 @given(
     seed=st.integers(0, 999), keep=st.sampled_from([0.1, 0.29, 0.5, 1.0]), outliers=st.sampled_from([0.0, 0.05, 0.3]),
     decimals=st.integers(1, 4),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -222,7 +222,6 @@ def test_emr_copies_give_the_expert_back() -> None:
     assert all(torch.allclose(change, task_vectors[0]) for change in changes("emr", task_vectors))
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 5))
 def test_emr_invariants(seed: int, tasks: int) -> None:
     task_vectors = random_task_vectors(6, 5, tasks=tasks, seed=seed)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,7 +31,6 @@ SHAPES = {"square": (12, 12), "wide": (8, 18), "very wide": (4, 40), "tall": (20
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 SPECTRAL = ("cart", "tsv_m", "iso_c", "iso_cts", "wudi", "actmat", "knots_ties", "core_space")
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-fast = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -231,7 +230,6 @@ def reference_core(tau: Array) -> tuple[Array, Array, Array]:
 
 
 @pytest.mark.parametrize("name", ["cart", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi", "core_space"])
-@fast
 @given(order=st.permutations(range(4)), shape=st.sampled_from(sorted(SHAPES)))
 def test_order_of_experts_does_not_matter(name: str, order: list[int], shape: str) -> None:
     task_vectors = experts(4, *SHAPES[shape])
@@ -240,7 +238,6 @@ def test_order_of_experts_does_not_matter(name: str, order: list[int], shape: st
 
 
 @pytest.mark.parametrize("mode", ["cart", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi", "core_space"])
-@fast
 @given(scale=st.floats(1e-3, 1e3), shape=st.sampled_from(sorted(SHAPES)))
 def test_longer_task_vectors_give_a_longer_merge(mode: str, scale: float, shape: str) -> None:
     task_vectors = experts(3, *SHAPES[shape])
@@ -249,7 +246,6 @@ def test_longer_task_vectors_give_a_longer_merge(mode: str, scale: float, shape:
 
 
 @pytest.mark.parametrize("name", ["cart", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi", "core_space"])
-@fast
 @given(seed=st.integers(0, 10_000), shape=st.sampled_from(sorted(SHAPES)))
 def test_rotating_outputs_and_inputs_rotates_the_merge(name: str, seed: int, shape: str) -> None:
     rows, cols = SHAPES[shape]
@@ -345,7 +341,6 @@ def test_cart_is_averaging_without_or_with_whole_residuals(options: dict[str, fl
     assert error(merge("cart", task_vectors, **options), task_vectors.mean(0)) <= 1e-12
 
 
-@fast
 @given(rank=st.floats(0, 1), scale=st.floats(0, 10))
 def test_cart_of_two_experts_is_averaging(rank: float, scale: float) -> None:
     task_vectors = experts(2, 9, 12)
@@ -535,7 +530,6 @@ def test_iso_cts_with_no_direction_left_for_a_task_is_iso_c() -> None:
     assert error(merge("iso_cts", task_vectors), merge("iso_c", task_vectors)) <= 1e-9
 
 
-@fast
 @given(rows=st.integers(1, 12), cols=st.integers(1, 12), tasks=st.integers(1, 14), common=st.floats(0.5, 1))
 def test_iso_cts_always_finds_directions_to_share(rows: int, cols: int, tasks: int, common: float) -> None:
     assert torch.isfinite(merge("iso_cts", experts(tasks, rows, cols), common=common)).all()

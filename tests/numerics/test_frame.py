@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -250,7 +250,6 @@ def adapters(draw: st.DrawFn) -> tuple[Shape, Experts]:
     return shape, experts
 
 
-@settings(max_examples=100)
 @given(
     drawn=adapters(),
     epsilon=st.sampled_from([1e-5, 1e-3, 1e-1]),
