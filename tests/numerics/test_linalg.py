@@ -1,9 +1,16 @@
+"""The products, factorisations and decompositions that methods are made of, by LAPACK and by torch."""
+
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from acemerge import merge_task_vectors
 from acemerge.numerics import linalg
+from acemerge.numerics.linalg import weighted_sum
+from spectral_cases import error, gaussian
 
 ROUTES = ["lapack", "torch"]
 
@@ -94,3 +101,54 @@ def test_small_singular_directions_are_as_accurate_as_large_ones(route: str) -> 
     leading = linalg.leading_directions(u * spectrum @ v.T, 12)
     torch.testing.assert_close(leading.values.flip(0), spectrum, rtol=1e-9, atol=0)
     torch.testing.assert_close(leading.left @ leading.right.T, u @ v.T, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("rtol", [1e-12, 1e-2, 0.5])
+def test_pseudo_inverse_leaves_out_small_eigenvalues(rtol: float) -> None:
+    x, a = gaussian(6, 9), gaussian(4, 9, seed=1)
+    gram = x.T @ x
+    expected = a.numpy() @ np.linalg.pinv(gram.numpy(), rcond=rtol, hermitian=True)
+    divide, kept = linalg.pseudo_inverse(gram, rtol)
+    assert error(divide(a), expected) <= 1e-9
+    assert kept == int((torch.linalg.svdvals(x) ** 2 > rtol * torch.linalg.svdvals(x)[0] ** 2).sum())
+
+
+def test_pseudo_inverse_of_zero_is_zero() -> None:
+    divide, kept = linalg.pseudo_inverse(torch.zeros(3, 3, dtype=torch.float64), 1e-6)
+    assert kept == 0
+    assert not divide(gaussian(2, 3)).any()
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_polar_counts_directions_below_the_cut_as_missing(shape: tuple[int, int]) -> None:
+    r = min(shape)
+    u, v = torch.linalg.qr(gaussian(shape[0], r)).Q, torch.linalg.qr(gaussian(shape[1], r, seed=1)).Q
+    values = torch.ones(r, dtype=torch.float64)
+    values[-1] = 1e-6
+    matrix = (u * values) @ v.T
+    exact, cut = linalg.polar(matrix), linalg.polar(matrix, 1e-5)
+    assert (exact.deficient, cut.deficient) == (False, True)
+    torch.testing.assert_close(exact.factor, u @ v.T)
+    torch.testing.assert_close(cut.factor, u[:, :-1] @ v[:, :-1].T)
+
+
+def test_fixed_signs_do_not_depend_on_those_of_the_factorisation() -> None:
+    vectors = gaussian(7, 5)
+    fixed = vectors * linalg.fixed_signs(vectors)
+    assert all(column[column.abs().argmax()] > 0 for column in fixed.T)
+    flipped = vectors * torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0])
+    assert fixed.equal(flipped * linalg.fixed_signs(flipped))
+    assert linalg.fixed_signs(vectors[:, :0]).shape == (0,)
+
+
+def test_changed_tasks() -> None:
+    task_vectors = torch.zeros(3, 2, 2)
+    task_vectors[1, 0, 0] = 1e-30
+    assert linalg.changed_tasks(task_vectors) == [1]
+
+
+def test_weighted_sum_is_exact_in_any_order() -> None:
+    x = torch.tensor([[0.1], [0.2], [-0.3], [1e-9]])  # float32: their sum depends on the order
+    sums = {float(weighted_sum(x[list(order)], [1.0] * 4)) for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1])}
+    assert sums == {math.fsum(x.double().reshape(-1).tolist())}
