@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 for library in ("OMP", "OPENBLAS", "MKL"):
@@ -37,6 +38,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("fuzz" if "FUZZ_EXAMPLES" in os.environ else "acemerge")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings of our own modules are errors: those that they raise, and those of libraries about how they are called."""
+    root = Path(__file__).parents[1]
+    scripts = [path.stem for folder in ("tests/support", "benchmarks", "demos") for path in (root / folder).glob("*.py")]
+    config.addinivalue_line("filterwarnings", rf"error:::(acemerge|tests|conftest|script_\w+|{'|'.join(scripts)})(\.|$)")
 
 
 @pytest.fixture
