@@ -4,26 +4,30 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-the-demo
+# Exact versions of everything that is installed, pip and what builds the package included.
+LOCK ?= requirements.lock
 
-.PHONY: help demo test lint types unit setup fuzz kill bench large clean
+.PHONY: help demo test check lint types unit setup lock test-latest test-oldest test-install fuzz kill bench large clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 setup: $(STAMP)  ## create .venv and install acemerge with what the tests need
 
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(LOCK)
+INSTALL = $(BIN)/python $(PIP_INSTALL) --build-constraint $(LOCK)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python $(PIP_INSTALL) --upgrade pip
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml $(LOCK) | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
+	$(BIN)/python -m pip check
 	@touch $@ $(DEMO_STAMP)
 
 # The demo needs a part of that, which installs in a minute.
-$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(DEMO_STAMP): pyproject.toml $(LOCK) | $(BIN)/python
 	$(INSTALL) -e '.[bench]'
 	@touch $@
 
@@ -36,12 +40,36 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/deptry src
 
 types: setup
 	$(BIN)/mypy
 
 unit: setup
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# uv only resolves: pip installs.
+UV := .venvs/uv/bin/uv
+$(UV):
+	$(PYTHON) -m venv .venvs/uv
+	.venvs/uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
+
+RESOLVE = $(UV) pip compile pyproject.toml --extra dev --quiet --python-version 3.11
+NEWEST = $(RESOLVE) --config-file lock.toml --universal --custom-compile-command 'make lock'
+
+# It carries no hashes: pip would ask for one of every package, and a CPU build of torch has not the hash of the index's build.
+lock: $(UV)  ## bring requirements.lock up to date with pyproject.toml; UPGRADE=--upgrade for the newest versions of everything
+	$(NEWEST) $(UPGRADE) -o requirements.lock
+
+# Newest but torch, which stays at the version that lock.toml names: newer ones may come with gigabytes of CUDA libraries only.
+test-latest: $(UV)  ## `make test` with the newest releases of everything
+	$(NEWEST) -o .venvs/latest.lock --upgrade
+	$(MAKE) test VENV=.venvs/latest LOCK=.venvs/latest.lock
+
+# On Linux this downloads 3 GB: of so old a torch the index has only the CUDA build, which runs without a GPU too.
+test-oldest: $(UV)  ## the unit tests with the lowest versions that pyproject.toml declares (PYTHON=python3.11)
+	$(RESOLVE) --no-config --resolution lowest-direct -o .venvs/oldest.lock
+	$(MAKE) unit VENV=.venvs/oldest LOCK=.venvs/oldest.lock
 
 FUZZ_EXAMPLES ?= 10000
 PROPERTY_EXAMPLES ?= 1000
@@ -64,4 +92,4 @@ large: setup  ## ACE on 38 GB of models, more than most machines' memory: 43 GB 
 	$(BIN)/python benchmarks/large.py --folder $(LARGE_FOLDER)
 
 clean:  ## remove what make created
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venvs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -48,6 +48,13 @@ settings.register_profile(
 settings.load_profile("fuzz" if "FUZZ_EXAMPLES" in os.environ else "acemerge")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings of our own modules are errors: those that they raise, and those of libraries about how they are called."""
+    root = Path(__file__).parents[1]
+    scripts = [path.stem for folder in ("tests/support", "benchmarks", "demos") for path in (root / folder).glob("*.py")]
+    config.addinivalue_line("filterwarnings", rf"error:::(acemerge|tests|conftest|script_\w+|{'|'.join(scripts)})(\.|$)")
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `acemerge ...` in this process."""
