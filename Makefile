@@ -71,6 +71,12 @@ test-oldest: $(UV)  ## the unit tests with the lowest versions that pyproject.to
 	$(RESOLVE) --no-config --resolution lowest-direct -o .venvs/oldest.lock
 	$(MAKE) unit VENV=.venvs/oldest LOCK=.venvs/oldest.lock
 
+test-install: setup  ## build wheel and source archive; install each into an empty environment; plan, merge and verify with it
+	rm -rf dist
+	$(BIN)/python -m hatchling build -t sdist -d dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --build-constraint $(LOCK) -w dist .
+	for package in dist/*; do sh tests/support/try_package.sh $$package $(LOCK) $(PYTHON) || exit 1; done
+
 FUZZ_EXAMPLES ?= 10000
 PROPERTY_EXAMPLES ?= 1000
 fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000); every other property with PROPERTY_EXAMPLES (1000)

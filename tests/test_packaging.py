@@ -1,0 +1,41 @@
+"""What is declared, what is locked, and what works with the core alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from core_only import same_name
+
+ROOT = Path(__file__).parents[1]
+
+
+def locked() -> dict[str, str]:
+    """The lines of the lock by package name, without comments."""
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.lstrip().startswith("#")]
+    return {line.partition("==")[0]: line for line in lines}
+
+
+def test_every_declared_package_is_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = [*project["project"]["dependencies"], *sum(project["project"]["optional-dependencies"].values(), [])]
+    names = {same_name(re.split(r"[^\w.-]", requirement)[0]) for requirement in [*declared, *project["build-system"]["requires"]]}
+    assert names - {"acemerge"} <= locked().keys(), "run `make lock`"
+
+
+def test_the_lock_has_exact_versions_and_nothing_of_the_machine_it_was_made_on() -> None:
+    for name, line in locked().items():
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+( ; [\w ='.<>!()]+)?", line), line
+        assert not re.match(r"nvidia|cuda|triton", name), line
+
+
+def test_plan_merge_verify_and_help_need_no_extra(tmp_path: Path) -> None:
+    script = ROOT / "tests/support/core_only.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "models", "--pretend"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"the core works without its extras \(\d\d modules refused\)", done.stdout), done.stdout
