@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from acemerge.checkpoints.folder import TensorHeader
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.numerics.threads import torch_at_rest
 from acemerge.output.writer import write_safetensors
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 import acemerge
-from acemerge.checkpoints.folder import TensorHeader
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.errors import InputError
 from acemerge.execute import local
 from acemerge.execute.pipeline import run_merge

@@ -17,14 +17,15 @@ from acemerge.adapters.module import LoraModule, unknown_kind
 from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
-from acemerge.checkpoints.folder import Checkpoint, TensorHeader, WeightsFile, open_file
+from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.formats.registry import WeightsFile, formats, open_file
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.untrusted import check_inside
 from acemerge.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _MODULE_PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(\.default)?(\.(?P<kind>weight|bias))?"
@@ -79,9 +80,10 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     """Open an adapter folder; reads headers only. Its tensors come under the base's names, or would-be names."""
     config_stamp = FileStamp.of(path / CONFIG)  # its scales and ranks are as much a part of the change as the weights
     settings = read_settings(path)
-    file = next((path / weights for weights in _WEIGHTS if (path / weights).is_file()), None)
+    names_of_weights = [f"adapter_model{each.suffixes[0]}" for each in formats()]
+    file = next((path / weights for weights in names_of_weights if (path / weights).is_file()), None)
     if file is None:
-        raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(_WEIGHTS)}; download the weights too")
+        raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(names_of_weights)}; download the weights too")
     check_inside(path, (path / CONFIG, file))
     stored = open_file(file)
     modules, wholes = _sorted_out(stored.tensors, file)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from acemerge.adapters.change import BiasChange, LoraChange
 from acemerge.adapters.settings import CONFIG, EXPAND, value_for
 from acemerge.checkpoints.families import Family, is_stored_in_out
-from acemerge.checkpoints.folder import Checkpoint, TensorHeader
+from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.untrusted import shortened
 from acemerge.errors import InputError
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from acemerge.calibration.inputs import Batch, Inputs, Prepared
 from acemerge.calibration.models import load_model, model_class, model_config, outline_model
 from acemerge.calibration.texts import read_texts
-from acemerge.checkpoints.folder import Checkpoint, open_file
+from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.formats.registry import open_file
 from acemerge.errors import InputError, PreflightError, did_you_mean
 from acemerge.output.input_hashes import content_sha256
 

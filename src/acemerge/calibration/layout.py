@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from acemerge.checkpoints.families import align_names
-from acemerge.checkpoints.folder import Checkpoint, TensorHeader
+from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.errors import InputError
 
 Owner = tuple[nn.Module, str]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from acemerge import __version__
 from acemerge.bench.data.packages import CACHE_VARIABLE, cache_folder
-from acemerge.checkpoints.folder import WeightsFile, open_file
+from acemerge.checkpoints.formats.registry import WeightsFile, open_file
 from acemerge.errors import InputError, MergeError
 
 Tensors = dict[str, Tensor]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from acemerge.checkpoints.folder import TensorHeader
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.errors import InputError, did_you_mean
 
 

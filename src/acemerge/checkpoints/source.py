@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from acemerge.checkpoints.folder import WEIGHT_SUFFIXES
+from acemerge.checkpoints.formats.registry import formats, weight_suffixes
 from acemerge.errors import InputError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.md", "*.tiktoken"]
-_WANTED_PICKLES = ["*.bin", "*.pt", "*.pth"]
+_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.tiktoken"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = Fa
         return _from_path(given, path)
     match = _HUB_ID.fullmatch(given)
     in_a_folder_here = "/" in given and path.parent.is_dir()
-    if match is None or given.startswith((".", "/", "~")) or given.endswith(WEIGHT_SUFFIXES) or in_a_folder_here:
+    if match is None or given.startswith((".", "/", "~")) or given.endswith(weight_suffixes()) or in_a_folder_here:
         raise InputError(f"{given}: no such file or folder")
     return _from_hub(given, match["repo"], match["revision"], offline)
 
@@ -76,9 +75,11 @@ def _from_hub(given: str, repo: str, revision: str | None, offline: bool) -> Sou
 
     offline = offline or constants.HF_HUB_OFFLINE
     try:
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=_WANTED))
-        if not any(folder.glob("*.safetensors")):
-            snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=_WANTED_PICKLES)
+        for each in formats():
+            wanted = [*_BESIDE_WEIGHTS, *(f"*{suffix}" for suffix in each.suffixes)]
+            folder = Path(snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=wanted))
+            if any(map(each.matches, folder.glob("*"))):
+                break
     except Exception as error:  # the hub client raises a dozen unrelated types; the user needs one sentence
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         forbidden = "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--offline"

@@ -16,7 +16,7 @@ from acemerge.calibration.layer_inputs import LayerInputs
 from acemerge.calibration.layout import BEFORE, read_layout
 from acemerge.calibration.measured import Measured, Tensors, keep
 from acemerge.calibration.run import DataRun, ExpertModel
-from acemerge.checkpoints.folder import WeightsFile
+from acemerge.checkpoints.formats.registry import WeightsFile
 from acemerge.methods.registry import Context, Merged, method
 from acemerge.methods.regmean import OffDiagonal, RegMeanOptions, regmean
 from acemerge.planning.plan import PlannedTensor

@@ -17,7 +17,8 @@ from torch import Tensor
 from acemerge.adapters.adapter import Adapter
 from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import CONFIG
-from acemerge.checkpoints.folder import Checkpoint, open_file
+from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.formats.registry import open_file
 from acemerge.errors import MergeError
 from acemerge.output.input_hashes import content_sha256
 from acemerge.output.writer import GrowingFile

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from acemerge.adapters.settings import CONFIG
 from acemerge.checkpoints.families import head_module
-from acemerge.checkpoints.folder import open_file, read_json
+from acemerge.checkpoints.folder import read_json
+from acemerge.checkpoints.formats.registry import open_file
 from acemerge.errors import InputError, did_you_mean
 from acemerge.output.adapter_writer import PREFIX
 from acemerge.output.manifest import ExportManifest, write_manifest

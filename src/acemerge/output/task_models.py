@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from acemerge.adapters.adapter import Adapter, is_adapter
-from acemerge.checkpoints.folder import Checkpoint, TensorHeader, element_size, open_checkpoint, read_json
+from acemerge.checkpoints.folder import Checkpoint, open_checkpoint, read_json
 from acemerge.checkpoints.side_files import copy_side_file
 from acemerge.checkpoints.source import expand_home
+from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.checkpoints.untrusted import check_inside
 from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.output.manifest import MANIFEST, ExportManifest, Manifest, is_export, read_manifest, write_manifest

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from acemerge.checkpoints.folder import WEIGHT_SUFFIXES, Checkpoint, open_checkpoint
+from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
+from acemerge.checkpoints.formats.registry import weight_suffixes
 from acemerge.errors import InputError
 from acemerge.output.input_hashes import content_sha256
 from acemerge.output.manifest import ACTIONS, MANIFEST, Manifest, TensorRecord, files_below, read_manifest
@@ -42,7 +43,7 @@ def verify_output(folder: Path) -> Verification:
     manifest = read_manifest(folder)
     present = {name for name in files_below(folder) if name != MANIFEST}
     foreign = sorted(present - manifest.files.keys())
-    changes_model = [name for name in foreign if name.endswith((*WEIGHT_SUFFIXES, ".index.json"))]
+    changes_model = [name for name in foreign if name.endswith((*weight_suffixes(), ".index.json"))]
     problems = [f"{name}: not from acemerge, and a loader may take it for the model's weights" for name in changes_model]
     problems += _check_files(folder, manifest.files)
     tensors = manifest.tensors if isinstance(manifest, Manifest) else []

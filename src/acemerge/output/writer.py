@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor, uint8
 
-from acemerge.checkpoints.folder import SAFETENSORS_NAME, TensorHeader, element_size
+from acemerge.checkpoints.tensor_header import SAFETENSORS_NAME, TensorHeader, element_size
 from acemerge.errors import MergeError
 from acemerge.output.input_hashes import content_sha256
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from acemerge import __version__
 from acemerge.checkpoints.families import Family
-from acemerge.checkpoints.folder import Checkpoint, TensorHeader, element_size
+from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.methods import Method, Options, get_method
 from acemerge.methods.registry import Uses
 from acemerge.numerics.frame import Sides

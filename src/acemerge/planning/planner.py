@@ -21,7 +21,8 @@ from acemerge.checkpoints.families import (
     matches,
     may_be_added,
 )
-from acemerge.checkpoints.folder import Checkpoint, TensorHeader
+from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.tied import output_layers_tied_by_expert, tied_names
 from acemerge.errors import InputError, PreflightError
 from acemerge.methods import Method, Options, get_method

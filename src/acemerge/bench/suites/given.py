@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from acemerge.bench.data.task import Task
-from acemerge.checkpoints.folder import WEIGHT_SUFFIXES, open_checkpoint
+from acemerge.checkpoints.folder import open_checkpoint
+from acemerge.checkpoints.formats.registry import weight_suffixes
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
 from acemerge.errors import InputError
 from acemerge.output.input_hashes import named_sha256
@@ -63,7 +64,7 @@ def find_model(models: Path | None, places: Sequence[str], hub_id: str) -> Sourc
         raise InputError(f"--models {models}: no such folder")
     for place in places:
         path = models / place
-        if path.is_file() or (path.is_dir() and any(file.name.endswith(WEIGHT_SUFFIXES) for file in path.iterdir())):
+        if path.is_file() or (path.is_dir() and any(file.name.endswith(weight_suffixes()) for file in path.iterdir())):
             return Source(str(path), path)
     raise InputError(
         f"--models {models}: has no {' or '.join(places)} with weights in it; put {hub_id} of the hub, or your own model, there"

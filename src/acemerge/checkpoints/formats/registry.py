@@ -1,0 +1,90 @@
+"""What a format of weights files is, and which one a file is in.
+
+A format is one file of this folder, with a FORMAT that says by which names its files go and how one is opened: reading its
+header only, and each tensor later, when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from acemerge.checkpoints.file_stamp import FileStamp
+from acemerge.checkpoints.tensor_header import TensorHeader
+from acemerge.checkpoints.untrusted import check_names, check_not_pointer
+from acemerge.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """One file: its tensors' headers, and a way to read each lazily."""
+
+    stamp: FileStamp
+    tensors: Mapping[str, TensorHeader]
+    read: Callable[[str], Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.stamp.path
+
+    def __reduce__(self) -> tuple[Callable[[Path], WeightsFile], tuple[Path]]:
+        """Another process opens the file itself: no tensor travels."""
+        return open_file, (self.path,)
+
+    def read_unchanged(self, tensor: str) -> Tensor:
+        """One tensor, of a file that has not changed since it was opened."""
+        self.stamp.check()
+        return self.read(tensor)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format."""
+
+    suffixes: tuple[str, ...]
+    """Of its files. The first is also that of shards and adapters."""
+    model_file: str
+    """What the weights of a whole model are called; shards have an index named after it."""
+    open: Callable[[Path], WeightsFile]
+    """A file of this format, checked."""
+    rank: int
+    """Where a model is there in several formats, the lowest is read. A file of an unknown name is tried with the highest."""
+
+    def matches(self, path: Path) -> bool:
+        """By its name."""
+        return path.name.endswith(self.suffixes)
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """Every format, the preferred one first."""
+    package = importlib.import_module("acemerge.checkpoints.formats")
+    modules = (importlib.import_module(f"{package.__name__}.{module.name}") for module in pkgutil.iter_modules(package.__path__))
+    return tuple(sorted((module.FORMAT for module in modules if hasattr(module, "FORMAT")), key=lambda each: each.rank))
+
+
+def weight_suffixes() -> tuple[str, ...]:
+    """How names of weights files end."""
+    return tuple(suffix for each in formats() for suffix in each.suffixes)
+
+
+def open_file(path: Path) -> WeightsFile:
+    """Open one weights file, whatever its format; reads its header only."""
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be read; you lack the permission")
+    check_not_pointer(path)
+    chosen = next((each for each in formats() if each.matches(path)), formats()[-1])
+    opened = chosen.open(path)
+    check_names(path, opened.tensors)
+    return opened
