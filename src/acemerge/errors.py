@@ -41,6 +41,15 @@ class PreflightError(InputError):
         return PreflightError, (self.problems,)
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, short enough for a sentence of ours; its kind, if it says nothing.
+
+    >>> first_line(ValueError("no such file\\nin the archive")), first_line(KeyError())
+    ('no such file', 'KeyError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A closing hint for an unknown name: the nearest known one, or all of them.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from acemerge.checkpoints.formats.registry import formats, weight_suffixes
-from acemerge.errors import InputError
+from acemerge.errors import InputError, first_line
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.tiktoken"]
@@ -81,8 +81,8 @@ def _from_hub(given: str, repo: str, revision: str | None, offline: bool) -> Sou
             if any(map(each.matches, folder.glob("*"))):
                 break
     except Exception as error:  # the hub client raises a dozen unrelated types; the user needs one sentence
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         forbidden = "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--offline"
-        tried = f"it is not in the local hub cache, and {forbidden} forbids a download" if offline else f"the hub said: {reason}"
+        absent = f"it is not in the local hub cache, and {forbidden} forbids a download"
+        tried = absent if offline else f"the hub said: {first_line(error)}"
         raise InputError(f"{given}: no such folder here, and as a hub id it could not be fetched: {tried}") from None
     return Source(given, folder, repo, folder.name)

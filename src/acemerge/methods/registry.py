@@ -14,7 +14,6 @@ options dataclass and a decorated function in a file of this package:
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import inspect
@@ -32,6 +31,7 @@ from torch import Tensor
 from acemerge.errors import InputError, did_you_mean
 from acemerge.methods.option_text import DescribedOption, Fact, describe_option
 from acemerge.numerics.frame import Frame, Sides, standard_frame
+from acemerge.numerics.randomness import generator_for
 
 ENTRY_POINT_GROUP = "acemerge.methods"
 
@@ -74,8 +74,7 @@ class Context:
 
     def generator(self, seed: int, task: int) -> torch.Generator:
         """Random numbers that depend on the seed, the expert and the tensor's name only: not on order, threads or shards."""
-        identity = f"{seed}/{self.experts[task]}/{self.tensor}".encode()
-        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(identity).digest()[:8], "little") >> 1)
+        return generator_for(seed, self.experts[task], self.tensor)
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from acemerge.errors import InputError, MergeError
 from acemerge.output.input_hashes import Hashes, InputHashes, content_sha256
 from acemerge.output.manifest import ShardRecord, files_below, own_files
 from acemerge.output.publishing import is_occupied, locked, publish, remove, replaced_folder
+from acemerge.output.whole_files import replace_file
 
 _STATE = ".acemerge-state.json"
 
@@ -83,9 +84,8 @@ class Staging:
         inputs = {model: {**files, **self.earlier_inputs.get(model, {})} for model, files in known.items()}
         finished = {shard: record.to_json() for shard, record in self.finished.items()}
         state = {"digest": self.digest, "finished": finished, "inputs": inputs}
-        temporary = self.folder / f"{_STATE}.new"
-        temporary.write_text(json.dumps(state))
-        temporary.replace(self.folder / _STATE)
+        with replace_file(self.folder / _STATE, alone=True) as staged:
+            staged.write_text(json.dumps(state))
 
     def reusable(self, shard: str) -> bool:
         """Whether a shard of an earlier run is there, whole and unchanged."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from acemerge import __version__
 from acemerge.errors import InputError
+from acemerge.output.whole_files import replace_file
 from acemerge.reports.figure import Figure
 
 Level = Literal["stop", "caution", "good"]
@@ -125,14 +125,10 @@ def write_report(page: Page, path: Path) -> Path:
     """The file appears when it is whole."""
     check_report(path)
     html = page.to_html()
-    staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(html, encoding="utf-8")
-        staged.replace(path)
+        with replace_file(path) as staged:
+            staged.write_text(html, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            staged.unlink()
         raise InputError(f"-o {path}: cannot be written: {error.strerror}") from None
     return path
 

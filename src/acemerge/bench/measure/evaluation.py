@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from acemerge.bench.data.task import Task
 from acemerge.bench.domains.domain import Domain, Prepared
 from acemerge.bench.measure.metrics import Accuracy, Estimate, Metric, score_answers
-from acemerge.errors import AcemergeError, InputError
+from acemerge.errors import AcemergeError, InputError, first_line
 
 if TYPE_CHECKING:
     from acemerge.bench.suites.registry import Suite
@@ -99,8 +99,7 @@ def judge_by_rows(suite: Suite, folder: Path, task: Task, part: Part, limit: int
     except (IndexError, ValueError, TypeError, KeyError, RuntimeError) as error:
         if isinstance(error, AcemergeError) or "memory" in str(error).lower():
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"the model cannot answer the rows of {task.name} ({reason}); give a model of the same kind and vocabulary as the "
-            f"base of suite {suite.name}"
+            f"the model cannot answer the rows of {task.name} ({first_line(error)}); give a model of the same kind and "
+            f"vocabulary as the base of suite {suite.name}"
         ) from error

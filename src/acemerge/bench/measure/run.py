@@ -17,7 +17,6 @@ from typing import Any
 import acemerge
 from acemerge.bench.data.packages import cache_folder
 from acemerge.bench.data.task import Task
-from acemerge.bench.data.whole_files import replace_file
 from acemerge.bench.measure.evaluation import Part
 from acemerge.bench.measure.experts import Say
 from acemerge.bench.measure.measured_merge import MergeReport, measured_merge
@@ -29,6 +28,7 @@ from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.methods import get_method
 from acemerge.methods.registry import Uses
 from acemerge.output.input_hashes import named_sha256
+from acemerge.output.whole_files import replace_file
 
 
 @dataclass(frozen=True)
