@@ -7,13 +7,14 @@ renames) neither, with the old one beside under `<output>.replaced`, which the n
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from acemerge.errors import InputError
 
@@ -28,21 +29,30 @@ def is_occupied(output: Path) -> bool:
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Only one process at a time works on an output. The lock file lies beside it, so that no run's folder ever holds it."""
+    """Only one process at a time works on an output. The lock file lies beside it, so that no run's folder ever holds it.
+
+    The system holds the lock for the process, so that a killed one's is gone, and only its empty file stays until the next run.
+    """
     path = output.with_name(output.name + ".partial.lock")
-    with path.open("a") as lock:
-        if lock.tell():
-            raise InputError(f"{path}: needed as a lock for {output.name}, but it is not acemerge's; move it away")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{output}: another acemerge process is writing it; wait for it, or choose another output") from None
-        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(lock.fileno())):
-            raise InputError(f"{output}: another acemerge process has just written it; look at it, then repeat the command")
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    if os.path.lexists(path) and not _is_empty_file(path):
+        raise InputError(f"{path}: needed as a lock for {output.name}, but it is not acemerge's; move it away")
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise InputError(f"{output}: another acemerge process is writing it; wait for it, or choose another output") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is ours: whoever has opened it meanwhile sees that it is gone, and starts over
+        lock.release()
+
+
+def _is_empty_file(path: Path) -> bool:
+    try:
+        return path.is_file() and not path.is_symlink() and path.stat().st_size == 0
+    except FileNotFoundError:  # its run has just ended
+        return True
 
 
 def publish(folder: Path, output: Path) -> Path | None:

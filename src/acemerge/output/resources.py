@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import psutil
+
 from acemerge.output.staging import partial_folder
 from acemerge.planning.plan import Plan
 from acemerge.recipe.sizes import human_bytes
@@ -45,7 +47,7 @@ def check_space(output: Path, needed: int) -> str | None:
 def check_memory(needed: int) -> str | None:
     """A problem report if the largest tensor's work cannot fit in memory."""
     free = available_memory()
-    if free is None or needed <= free:
+    if needed <= free:
         return None
     return (
         f"memory: the largest tensor needs about {human_bytes(needed)}, {human_bytes(free)} are free; close other programs, "
@@ -53,22 +55,14 @@ def check_memory(needed: int) -> str | None:
     )
 
 
-def available_memory() -> int | None:
-    """Bytes that this process can still get, by the system's account and its container's; None where neither is known."""
-    known = [memory for memory in (_system_memory(), _container_memory()) if memory is not None]
-    return min(known, default=None)
-
-
-def _system_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+def available_memory() -> int:
+    """Bytes that this process can still get, by the system's account and, on Linux, its container's."""
+    free, allowed = int(psutil.virtual_memory().available), _container_memory()
+    return free if allowed is None else min(free, allowed)
 
 
 def _container_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """What the control groups this process is in still allow (version 2)."""
+    """What the control groups this process is in still allow (version 2), which psutil does not look at."""
     try:
         group = next(line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/"))
     except (OSError, StopIteration):
