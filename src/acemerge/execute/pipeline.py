@@ -18,7 +18,7 @@ from acemerge.calibration.needed import check_data_asked, check_experts_can_run
 from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
-from acemerge.errors import InputError, PreflightError, did_you_mean
+from acemerge.errors import InputError, PreflightError, did_you_mean, first_line
 from acemerge.execute.local import LocalEngine
 from acemerge.execute.passes import gather_statistics
 from acemerge.output.input_hashes import hashing_inputs
@@ -234,9 +234,8 @@ def torch_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
         usable = "cpu" if not torch.cuda.is_available() else f"cpu, or cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-        raise InputError(f"--device {name}: not available here ({reason[:80]}); use {usable}") from None
+        raise InputError(f"--device {name}: not available here ({first_line(error)[:80]}); use {usable}") from None
     return device
 
 
