@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from acemerge.cache import CACHE_VARIABLE, cache_folder
 from acemerge.checkpoints.formats.registry import WeightsFile, open_file
 from acemerge.errors import InputError, MergeError
+from acemerge.output.whole_files import replace_file
 from acemerge.version import __version__
 
 Tensors = dict[str, Tensor]
@@ -49,18 +49,14 @@ def read_kept(path: Path) -> WeightsFile | None:
 
 def write_kept(path: Path, tensors: Tensors) -> None:
     """The file appears when it is whole."""
-    staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staged)
-        staged.replace(path)
+        with replace_file(path) as staged:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staged)
     except (OSError, SafetensorError) as error:
         raise MergeError(
             f"{path.parent}: what was measured on data cannot be kept there ({error}). Make room, or set {CACHE_VARIABLE} to "
             "another place, then repeat the command"
         ) from None
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from acemerge.checkpoints.folder import Checkpoint
-from acemerge.errors import InputError
+from acemerge.errors import InputError, first_line
 
 
 def quiet_transformers() -> Any:
@@ -46,7 +46,7 @@ def model_config(expert: Checkpoint) -> Any:
         return quiet_transformers().AutoConfig.from_pretrained(expert.folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"expert {expert.where}: transformers does not understand its config.json ({_first_line(error)})"
+            f"expert {expert.where}: transformers does not understand its config.json ({first_line(error)})"
         ) from None
 
 
@@ -67,7 +67,7 @@ def load_model(expert: Checkpoint) -> nn.Module:
             expert.folder, dtype=torch.float64 if wide else torch.float32, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise InputError(f"expert {expert.where}: transformers cannot load it ({_first_line(error)})") from None
+        raise InputError(f"expert {expert.where}: transformers cannot load it ({first_line(error)})") from None
     if report["missing_keys"]:
         raise InputError(
             f"expert {expert.where}: {made.__name__} needs '{sorted(report['missing_keys'])[0]}', which its file lacks; give a "
@@ -75,7 +75,3 @@ def load_model(expert: Checkpoint) -> nn.Module:
         )
     loaded: nn.Module = model.eval()
     return loaded
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -16,7 +16,7 @@ from acemerge.calibration.layout import Owner, all_tensors, owners_of, read_layo
 from acemerge.calibration.source import Data
 from acemerge.checkpoints.families import align_names
 from acemerge.checkpoints.folder import Checkpoint
-from acemerge.errors import AcemergeError, InputError
+from acemerge.errors import AcemergeError, InputError, first_line
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
 from acemerge.planning.tensor import ComputedTensor
@@ -138,10 +138,9 @@ class DataRun:
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             if "allocate memory" in str(error):
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             model = f"the model of expert {self.experts[expert].where}"
             raise InputError(
-                f"--data ({self.data.about}): {model} cannot run on its rows ({reason}); give rows that it takes"
+                f"--data ({self.data.about}): {model} cannot run on its rows ({first_line(error)}); give rows that it takes"
             ) from None
 
 

@@ -14,7 +14,7 @@ from acemerge.calibration.inputs import Batch, Inputs
 from acemerge.calibration.suite import Suite, find_suite
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.source import expand_home
-from acemerge.errors import InputError, did_you_mean
+from acemerge.errors import InputError, did_you_mean, first_line
 from acemerge.planning.data import PlannedData
 
 
@@ -83,8 +83,7 @@ class SuiteData:
         try:
             return self.suite.domain.load(expert.folder).eval()
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"expert {expert.where}: not a model of suite '{self.suite.name}' ({reason})") from None
+            raise InputError(f"expert {expert.where}: not a model of suite '{self.suite.name}' ({first_line(error)})") from None
 
     def run(self, model: nn.Module, batch: Batch) -> Any:
         """With the head, which does no harm."""

@@ -14,7 +14,7 @@ from acemerge.calibration.inputs import Batch
 from acemerge.calibration.models import model_config, quiet_transformers
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.untrusted import parse_json
-from acemerge.errors import InputError, did_you_mean
+from acemerge.errors import InputError, did_you_mean, first_line
 
 FIELDS = ("text", "text_pair", "label")
 LARGEST_FILE = 1_000_000_000
@@ -106,8 +106,9 @@ def _tokenizer(file: Path, base: Checkpoint, expert: Checkpoint) -> Any:
         try:
             return quiet_transformers().AutoTokenizer.from_pretrained(model.folder, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"{model.folder}: its tokenizer cannot be loaded ({reason}), which {file.name} needs") from None
+            raise InputError(
+                f"{model.folder}: its tokenizer cannot be loaded ({first_line(error)}), which {file.name} needs"
+            ) from None
     raise InputError(
         f"{file}: neither expert {expert.where} nor base {base.where} has a tokenizer; put its files beside one of them, or give "
         f"ready inputs as {file.stem}.safetensors"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from threadpoolctl import threadpool_limits
 
-from acemerge.errors import InputError
+from acemerge.errors import InputError, first_line
 
 
 def torch_device(name: str) -> torch.device:
@@ -17,9 +17,8 @@ def torch_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
         usable = "cpu" if not torch.cuda.is_available() else f"cpu, or cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-        raise InputError(f"--device {name}: not available here ({reason[:80]}); use {usable}") from None
+        raise InputError(f"--device {name}: not available here ({first_line(error)[:80]}); use {usable}") from None
     return device
 
 

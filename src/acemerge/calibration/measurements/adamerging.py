@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from acemerge.calibration.registry import measures
 from acemerge.calibration.run import DataRun
 from acemerge.calibration.shared_backbone import SharedBackbone
 from acemerge.methods.adamerging import AdaMergingOptions
+from acemerge.numerics.randomness import generator_for
 
 SAVED_EVERY = 20
 """Steps after which the state is kept, so that an interrupted run goes on there."""
@@ -117,6 +117,5 @@ def _take_up(learner: Learner, state_file: Any, steps: int) -> int:
 
 def _batch(run: DataRun, expert: int, step: int, options: AdaMergingOptions) -> Batch:
     """Rows by seed, expert and step only, so that it does not matter where an interrupted run goes on."""
-    identity = hashlib.sha256(f"{options.seed}/{run.experts[expert].name}/{step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(identity[:8], "little") >> 1)
+    generator = generator_for(options.seed, run.experts[expert].name, step)
     return run.inputs(expert, options.rows).some(options.batch_size, generator)

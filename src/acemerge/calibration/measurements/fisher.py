@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from acemerge.calibration.run import DataRun
 from acemerge.errors import InputError
 from acemerge.methods.fisher import FisherOptions
 from acemerge.numerics.linalg import sum_of_squares
+from acemerge.numerics.randomness import generator_for
 
 NEGLIGIBLE = 1e-7
 """Directions of the answers' covariance below this share of the largest are within float32's rounding."""
@@ -72,7 +72,7 @@ def expert_information(run: DataRun, expert: int, options: FisherOptions) -> Ten
     watched = {name: tensor.requires_grad_() for name, tensor in owned.items() if isinstance(tensor, torch.nn.Parameter)}
     names, parameters = list(watched), list(watched.values())
     total = {name: torch.zeros_like(parameter) for name, parameter in watched.items()}
-    drawn = _generator(options.seed, run.experts[expert].name)
+    drawn = generator_for(options.seed, run.experts[expert].name)
     size = SUMMED_ROWS if options.form == "summed_gradient" else 1
     for batch in inputs.batches_in_order(size):
         logits = run.logits(expert, model, batch)
@@ -121,8 +121,3 @@ def exact_scores(logits: Float[Tensor, "answer class"]) -> Iterator[Score]:
         for value, vector in zip(values.tolist(), vectors.T, strict=True):
             if value > NEGLIGIBLE * float(values[-1]):
                 yield value, vector.to(answer.dtype) @ answer
-
-
-def _generator(seed: int, expert: str) -> torch.Generator:
-    identity = hashlib.sha256(f"{seed}/{expert}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(identity[:8], "little") >> 1)
