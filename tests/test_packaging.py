@@ -21,8 +21,9 @@ def locked() -> dict[str, str]:
 
 def test_every_declared_package_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    declared = [*project["project"]["dependencies"], *sum(project["project"]["optional-dependencies"].values(), [])]
-    names = {same_name(re.split(r"[^\w.-]", requirement)[0]) for requirement in [*declared, *project["build-system"]["requires"]]}
+    groups = [project["project"]["dependencies"], project["build-system"]["requires"]]
+    groups += project["project"]["optional-dependencies"].values()
+    names = {same_name(re.split(r"[^\w.-]", requirement)[0]) for group in groups for requirement in group}
     assert names - {"acemerge"} <= locked().keys(), "run `make lock`"
 
 

@@ -32,10 +32,12 @@ def run(*arguments: object) -> None:
     from acemerge.cli import main
 
     sys.argv = ["acemerge", *map(str, arguments)]
+    code: object = 0
     try:
         main()
-    except SystemExit as exit_:
-        assert not exit_.code, f"{sys.argv} ended with {exit_.code}"
+    except SystemExit as stop:
+        code = stop.code
+    assert not code, f"{sys.argv} ended with {code}"
 
 
 def main() -> None:
