@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -23,6 +24,7 @@ from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import MergeResult, run_merge
 from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
+from acemerge.planning.kinship import what_weights_say
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.keywords import sort_keywords
@@ -146,7 +148,8 @@ def merge_state_dicts(
     """Merge state dicts in memory and return one with the base's names and dtypes; the inputs are left untouched.
 
     The same plan as for checkpoints on disk. `config` is the base's config as a mapping, for presets that depend on it.
-    Task heads stay at the base's value. Methods that use data need models that can be run: see `merge`.
+    Task heads stay at the base's value. Methods that use data need models that can be run: see `merge`. An expert that does not
+    look like a fine-tune of the base, or is the base itself, gets a Python warning.
     """
     pairs = list(experts.items()) if isinstance(experts, Mapping) else [(f"expert {i}", e) for i, e in enumerate(experts)]
     recipe = make_recipe(
@@ -167,6 +170,8 @@ def merge_state_dicts(
         raise InputError(f"{needs_data(using[0])}, and runs the models on it; use acemerge.merge(..., data=...)")
     opened = [from_state_dict(expert, name) for name, expert in pairs]
     plan = build_plan(recipe, from_state_dict(base, "base"), opened, config or {})
+    for said in what_weights_say(plan):
+        warnings.warn(said, stacklevel=2)
     where = torch.device(device)
     gathered = gather_statistics(plan, where, SilentProgress())
     merged = {}
