@@ -82,6 +82,17 @@ def test_order_of_experts(method: Method) -> None:
 
 
 @every_method
+def test_what_is_told_is_declared(method: Method) -> None:
+    names = ("a", "b", "c")[: experts_of(method)]
+    for shape in ((12, 8), (9, 9)):
+        told = run(method, random_task_vectors(method, *shape), names).facts
+        declared = method.declared_facts(method.options({}).resolve({}))
+        known = {name.replace("{expert}", expert) for name in declared for expert in names}
+        assert told.keys() <= known | {"active_experts"}
+        assert all(declared.values()), "each says what it means"
+
+
+@every_method
 def test_nobody_changed_anything(method: Method) -> None:
     zeros = torch.zeros(experts_of(method), 12, 8)
     assert not run(method, zeros).delta.any()

@@ -152,6 +152,7 @@ def _batch(run: DataRun, expert: int, step: int, options: AdaMergingOptions) -> 
     paper="Yang et al., AdaMerging: adaptive model merging for multi-task learning, ICLR 2024",
     touches="all",
     measure=measure_coefficients,
+    facts={"coefficient of {expert}": "what {expert}'s change was multiplied by"},
     flops=lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005
     measured_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005

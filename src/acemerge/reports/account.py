@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from acemerge.checkpoints.folder import read_json
 from acemerge.errors import InputError
@@ -15,7 +15,9 @@ from acemerge.planning.layer_names import kind_of
 
 
 class TensorAccount(BaseModel):
-    """One tensor of a manifest; what only some methods tell may be missing."""
+    """One tensor of a manifest; what only some methods tell may be missing, or be there besides."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: str
     shape: list[int]
