@@ -477,3 +477,15 @@ def it_explains_itself(trial: Trial) -> None:
     for sizes in ((1, 2, 2), (8, 768, 3072), (3, 4, 4096)):
         _demand(method.flops(*sizes) > 0, f"flops{sizes} is not positive")
         _demand(method.float64_elements(*sizes) >= 0, f"float64_elements{sizes} is negative")
+
+
+@_check()
+def what_is_told_is_declared(trial: Trial) -> None:
+    """What it tells of a tensor is declared, and each fact says what it means."""
+    for shape in ((12, 8), (9, 9)):
+        task_vectors = trial.task_vectors(*shape)
+        declared = trial.method.declared_facts(trial.options())
+        known = {fact.replace("{expert}", expert) for fact in declared for expert in trial.names(task_vectors)}
+        undeclared = trial.run(task_vectors).facts.keys() - known - {"active_experts"}
+        _demand(not undeclared, f"tells {sorted(undeclared)}, which `facts` does not declare")
+        _demand(all(declared.values()), "a fact is declared without its meaning")
