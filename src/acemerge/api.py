@@ -19,17 +19,22 @@ from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
 from acemerge.execute.compute import torch_device
-from acemerge.execute.opening import find_sources
+from acemerge.execute.opening import find_sources, set_scene
 from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import MergeResult, run_merge
 from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
+from acemerge.output.manifest import read_merge
+from acemerge.output.verify import Verification, verify_output
 from acemerge.planning.kinship import what_weights_say
+from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.keywords import sort_keywords
 from acemerge.recipe.recipe import Orientation, Recipe, make_recipe
 from acemerge.recipe.run_options import RunOptions
+from acemerge.reports.merge_report import merge_page
+from acemerge.reports.page import write_report
 from acemerge.sweeps.evaluation import Evaluate
 from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
 from acemerge.sweeps.table import Objective
@@ -91,6 +96,33 @@ def sweep(
     objective = Objective(minimise or maximise, largest=minimise is None)
     chosen = SweepOptions(evaluate=evaluate, keep=keep, objective=objective, at_once=at_once)
     return run_sweep(recipe, settings, Path(output), run, chosen, suite=suite)
+
+
+def plan(
+    base: Model,
+    experts: Experts,
+    method: str = "ace",
+    *,
+    data: Model | Suite | None = None,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Plan:
+    """What `merge` with the same arguments would do to every tensor, from headers alone: the same as `acemerge plan`."""
+    recipe, run, suite = _sort("acemerge.plan", base, experts, method, data, options, keywords)
+    [made] = set_scene(recipe, run, suite=suite).plans([recipe])
+    return made
+
+
+def verify(output: Model) -> Verification:
+    """Whether an output is still what was written, file by file and tensor by tensor: the same as `acemerge verify`."""
+    return verify_output(Path(output))
+
+
+def report(merged: Model, output: Model | None = None) -> Path:
+    """Write what a merge did to every tensor as one page, by default beside the folder: the same as `acemerge report`."""
+    folder = Path(merged)
+    page = merge_page(read_merge(folder))
+    return write_report(page, Path(output) if output else folder.resolve().with_name(f"{folder.resolve().name}.html"))
 
 
 def _sort(

@@ -16,7 +16,7 @@ from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.execute.passes import gather_at_points
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
-from acemerge.output.manifest import Manifest
+from acemerge.output.manifest import ACTIONS, Manifest
 from acemerge.output.model_card import write_documents
 from acemerge.output.resources import check_space, needed_space
 from acemerge.output.staging import Staging, check_output, staged_output
@@ -45,6 +45,11 @@ class MergeResult:
     def warnings(self) -> list[str]:
         """Every warning raised on the way."""
         return [*self.plan.notes, *self.plan.kinship, *(w for tensor in self.tensors for w in tensor["warnings"])]
+
+    def __str__(self) -> str:
+        fates = ", ".join(f"{self.plan.count(action)} {action}" for action in ACTIONS)
+        warned = f"; {len(self.warnings)} warnings" if self.warnings else ""
+        return f"{self.output}: {len(self.plan.experts)} experts by {self.plan.method.name}; {fates}{warned}"
 
 
 def run_merge(
