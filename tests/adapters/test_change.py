@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lora_zoo as zoo
-from adapter_reading import TARGETS, BERT, GPT2, LLAMA, ROBERTA, VIT, Bases, assert_equal_changes, differences, read
+from adapter_reading import BERT, GPT2, LLAMA, ROBERTA, TARGETS, VIT, Bases, assert_equal_changes, differences, read
 from model_zoo import rewrite
 
 _EVERYWHERE: dict[str, dict[str, Any]] = {
