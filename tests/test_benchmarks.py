@@ -57,7 +57,7 @@ def test_a_large_merge_is_measured_and_verified(tmp_path: Path, monkeypatch: pyt
 def test_bandwidth_is_measured_against_cp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*TINY, "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", tmp_path / "b.json"]
+    arguments: list[str | Path] = [*TINY, "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", tmp_path / "b.json"]
     run("bandwidth", monkeypatch, *arguments, METHODS=("average",))  # each method would be two processes more
     rows = {row["command"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
     assert rows["cp"]["of_cp"] == 1

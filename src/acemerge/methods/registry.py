@@ -202,7 +202,7 @@ class Method:
             if isinstance(given.get(option.name), bool) and "true or false" not in option.allowed:
                 raise InputError(self._refusal(option, given[option.name]))
         try:
-            return _validated(self.options_type)(dict(given))
+            return self._validated(dict(given))
         except ValidationError as error:
             explained = dict.fromkeys(self._explain(dict(e), given) for e in error.errors())  # a union fails once per member
             raise InputError("\n".join(explained)) from None
@@ -216,20 +216,18 @@ class Method:
 
     def describe_options(self) -> list[DescribedOption]:
         """Name, default, allowed values and meaning of each option, for help, docs and errors."""
-        return list(_described(self.options_type))
+        return list(self._described)
 
+    @cached_property  # slower to make than a small tensor is to merge, as is what follows
+    def _described(self) -> tuple[DescribedOption, ...]:
+        hints = get_type_hints(self.options_type, include_extras=True)
+        defaults = asdict(self.options_type())
+        described = [describe_option(name, hints[name], default) for name, default in defaults.items()]
+        return (*described[1:], described[0])  # a method's own options first, the common alpha last
 
-@cache  # made of the type alone, and slower to make than a small tensor is to merge
-def _described(options_type: type[Options]) -> tuple[DescribedOption, ...]:
-    hints = get_type_hints(options_type, include_extras=True)
-    defaults = asdict(options_type())
-    described = [describe_option(name, hints[name], default) for name, default in defaults.items()]
-    return (*described[1:], described[0])  # a method's own options first, the common alpha last
-
-
-@cache
-def _validated(options_type: type[Options]) -> Callable[[Mapping[str, Any]], Options]:
-    return TypeAdapter(options_type).validate_python
+    @cached_property
+    def _validated(self) -> Callable[[Mapping[str, Any]], Options]:
+        return TypeAdapter(self.options_type).validate_python
 
 
 def needs_data(name: str) -> str:
