@@ -1,7 +1,9 @@
 """The benchmarks of speed run, at sizes that CI can afford, and say what they found."""
 
+import gc
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,14 @@ from scripts import load_script
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
 TINY = "--layers 1 --hidden 64 --inner 128 --vocabulary 100 --experts 2".split()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_collect() -> Iterator[None]:
+    """Scripts collect garbage before each measurement: a second each time in a process that has loaded transformers."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, **instead: Any) -> None:
