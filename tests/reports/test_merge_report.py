@@ -18,9 +18,9 @@ from layered_models import layered
 from small_models import Models
 
 
-def test_a_merge_s_report_shows_every_tensor_of_its_manifest(merged_bert: Path) -> None:
-    page = merge_page(read_merge(merged_bert))
-    manifest = json.loads((merged_bert / MANIFEST).read_text())
+def test_a_merge_s_report_shows_every_tensor_of_its_manifest(bert: Path) -> None:
+    page = merge_page(read_merge(bert))
+    manifest = json.loads((bert / MANIFEST).read_text())
     assert [record["name"] for record in page.table.records] == [tensor["name"] for tensor in manifest["tensors"]]
     by_name = {tensor["name"]: tensor for tensor in manifest["tensors"]}
     for record in page.table.records:
@@ -82,10 +82,8 @@ def test_an_idle_expert_is_named(tmp_path: Path) -> None:
     assert any("'idle' changed nothing" in finding.text for finding in findings(read_merge(tmp_path / "out")))
 
 
-def test_a_report_of_twelve_layers_is_small(tmp_path: Path) -> None:
-    base, experts = layered(tmp_path, 12, 8)
-    path = acemerge.diagnose(base, experts).write_report(tmp_path / "report.html")
-    assert path.stat().st_size < 2_000_000
+def test_a_report_of_twelve_layers_is_small(twelve_layers: dict[str, Path]) -> None:
+    assert twelve_layers["diagnosis"].stat().st_size < 2_000_000
 
 
 @pytest.mark.parametrize(
