@@ -121,7 +121,7 @@ def _adapters(class_name: str, full: Sequence[str] = ()) -> Callable[[Path], Mod
 
 def _adapters_with_heads(folder: Path) -> Models:
     base = lora_zoo.write_base(folder / "base", "RobertaForMaskedLM")
-    settings = {"r": 2, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
+    settings: dict[str, Any] = {"r": 2, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
     experts = {
         name: lora_zoo.write_adapter(
             base, folder / name, "RobertaForSequenceClassification", seed=labels, labels=labels, **settings
