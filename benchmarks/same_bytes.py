@@ -43,7 +43,6 @@ class Version:
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0" if self.folder.name == "before" else "1",  # bytes must not depend on it
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "300",  # two clusters start at once, perhaps on one core
         }
         command = [sys.executable, *map(str, arguments)]
         return subprocess.Popen(command, env={**os.environ, **settings}, cwd=self.folder, stdout=subprocess.PIPE, text=True)
