@@ -54,7 +54,7 @@ class Version:
         return found
 
 
-def make_zoo(folder: Path, before: Version) -> Path:
+def make_zoo(folder: Path, before: Version, only: str) -> Path:
     """The models, and a file with what to run: the methods are those that the version before has."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     from zoo import Zoo, all_cases
@@ -62,7 +62,7 @@ def make_zoo(folder: Path, before: Version) -> Path:
     methods = json.loads(before.start("-m", "acemerge", "methods", "--json").communicate()[0])
     cases = folder / "cases.json"
     found = all_cases(Zoo(folder / "models"), methods)
-    cases.write_text(json.dumps([{**asdict(case), "folder": case.folder} for case in found]))
+    cases.write_text(json.dumps([{**asdict(case), "folder": case.folder} for case in found if fnmatch(case.name, only)]))
     return cases
 
 
@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="folder with the package acemerge of one version")
     parser.add_argument("after", type=Path, help="the same of the other")
     parser.add_argument("--keep", type=Path, help="work in this new folder and leave it there")
+    parser.add_argument("--only", default="*", help="cases to run, such as 'ray *'")
     arguments = parser.parse_args()
     started = time.perf_counter()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="zoo"))  # short: Ray makes sockets below TMPDIR
@@ -141,7 +142,7 @@ def main() -> None:
     try:
         for version in (before, after):
             version.folder.mkdir(parents=True)
-        cases = make_zoo(folder.resolve(), before)
+        cases = make_zoo(folder.resolve(), before, arguments.only)
         running = [version.start(Path(__file__).with_name("run_commands.py"), cases) for version in (before, after)]
         for process in running:
             process.communicate()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ def tensors_that_are_not_matrices(trial: Trial) -> None:
             _demand(delta.shape == shape, f"task vectors of shape {list(shape)} give a result of shape {list(delta.shape)}")
             _demand_finite(delta)
         else:
-            said = _refusal(lambda given=task_vectors: merge_task_vectors(given, method=trial.method.name))  # type: ignore[misc]
+            said = _refusal(partial(merge_task_vectors, task_vectors, trial.method.name))
             reason = "merges matrices" if trial.method.uses == "weights" else "uses data"
             _demand(reason in said, f"a tensor of shape {list(shape)} is not refused")
 
@@ -385,17 +386,16 @@ def _gather(trial: Trial, options: Options, pieces: list[Tensor], context: Conte
     statistics = factory(options, context.experts) if factory else None
     if statistics is None:
         return None
+
+    def show(look: Callable[[Tensor], None]) -> None:
+        for piece in pieces:
+            look(piece.contiguous())
+
     if isinstance(statistics, TensorStatistics):
-
-        def show(look: Callable[[Tensor], None]) -> None:
-            for piece in pieces:
-                look(piece.contiguous())
-
         statistics.know_tensor(show, context)
     more = True
     while more:
-        for piece in pieces:
-            statistics.observe(piece.contiguous(), context)
+        show(lambda piece: statistics.observe(piece, context))
         more = statistics.end_pass()
     return statistics
 
