@@ -72,14 +72,3 @@ def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Models]
         return build(tmp_path_factory.mktemp(build.__name__), **settings)
 
     return get
-
-
-@pytest.fixture
-def merged_bert(models_of: Callable[..., Models], tmp_path: Path) -> Path:
-    """A merge of real models, as `acemerge merge` leaves it."""
-    import acemerge
-    import model_zoo
-
-    models = models_of(model_zoo.bert)
-    acemerge.merge(models.base, models.experts, tmp_path / "merged")
-    return tmp_path / "merged"

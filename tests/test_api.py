@@ -1,5 +1,6 @@
 import copy
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -46,14 +47,17 @@ def test_merge_state_dicts_leaves_its_inputs_alone_and_hands_out_new_memory() ->
 def test_experts_that_changed_nothing_give_the_base_bit_for_bit() -> None:
     base = base_tensors()
     base["layers.0.weight"][0, 0] = -0.0
-    merged = acemerge.merge_state_dicts(base, [base_tensors() | {"layers.0.weight": base["layers.0.weight"].clone()}] * 2)
+    same_weights = base_tensors() | {"layers.0.weight": base["layers.0.weight"].clone()}
+    with pytest.warns(UserWarning, match="is a copy of the base"):
+        merged = acemerge.merge_state_dicts(base, [same_weights] * 2)
     assert same(merged, base)
     assert torch.signbit(merged["layers.0.weight"][0, 0])
 
 
 def test_a_frozen_expert_has_no_opinion() -> None:
     base, experts = state_dicts()
-    with_frozen = acemerge.merge_state_dicts(base, [*experts, base])
+    with pytest.warns(UserWarning, match="is a copy of the base"):
+        with_frozen = acemerge.merge_state_dicts(base, [*experts, base])
     without = acemerge.merge_state_dicts(base, experts)
     for name in ("layers.0.weight", "layers.1.weight"):
         assert with_frozen[name].equal(without[name])
@@ -186,3 +190,22 @@ def test_dtypes_have_several_names(tmp_path: Path, dtype: torch.dtype | str) -> 
     result = acemerge.merge(models.base, models.experts, tmp_path / "out", dtype=dtype)
     assert result.plan.recipe.dtype == "bfloat16"
     assert len(repr(result)) < 500
+
+
+def test_plan_verify_and_report_from_python(tmp_path: Path) -> None:
+    models = write_models(tmp_path)
+    planned = acemerge.plan(models.base, models.experts, epsilon=1e-3, dtype="bfloat16")
+    result = acemerge.merge(models.base, models.experts, tmp_path / "out", epsilon=1e-3, dtype="bfloat16")
+    assert planned.to_json() == result.plan.to_json()
+    assert str(result) == f"{tmp_path / 'out'}: 3 experts by ace; 2 merged, 3 averaged, 0 kept, 1 copied"
+    assert acemerge.verify(tmp_path / "out").problems == []
+    assert acemerge.report(tmp_path / "out") == tmp_path / "out.html"
+    (tmp_path / "out/config.json").write_text("{}")
+    assert "config.json" in acemerge.verify(tmp_path / "out").problems[0]
+
+
+def test_everything_public_is_there_whatever_was_imported_before() -> None:
+    """`acemerge.plan` is a function, and no module of that name gets in its way."""
+    for name in acemerge.__all__:
+        assert not isinstance(getattr(acemerge, name), ModuleType)
+    assert set(acemerge._HOME) == set(acemerge.__all__)

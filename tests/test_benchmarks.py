@@ -1,20 +1,30 @@
 """The benchmarks of speed run, at sizes that CI can afford, and say what they found."""
 
+import gc
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from acemerge import merge_task_vectors
 from scripts import load_script
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
 TINY = "--layers 1 --hidden 64 --inner 128 --vocabulary 100 --experts 2".split()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_collect() -> Iterator[None]:
+    """Scripts collect garbage before each measurement: a second each time in a process that has loaded transformers."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, **instead: Any) -> None:
@@ -120,3 +130,26 @@ def test_a_sweep_is_measured_against_merges(side: str) -> None:
     case = benchmark.Case(3, 16, 24, side)
     assert len(set(case.grid(0.4))) == 45
     assert float(benchmark.measure(case, repeats=1).split()[-1]) <= 1e-9
+
+
+def test_files_that_two_versions_write_differently_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_bytes = load_script("benchmarks/same_bytes.py")
+    versions = [same_bytes.Version(tmp_path, tmp_path / name) for name in ("before", "after")]
+    for step, version in enumerate(versions):
+        out = version.folder / "a_case" / "out"
+        out.mkdir(parents=True)
+        save_file({"kept": torch.zeros(3), "moved": torch.full((2, 2), 1.0 + step)}, out / "model.safetensors")
+        (out / "card.md").write_text(f"the same\nversion {step}\n")
+        (out / "config.json").write_text("{}")
+        (version.folder / "failures.json").write_text(json.dumps({"a case": ["exit code 1"]} if step else {}))
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps([{"name": "a case", "folder": "a_case", "commands": [{}], "same": []}]))
+    rows, found = same_bytes.compare(cases, *versions)
+    assert rows == [("a case", 1, 3, 3)]
+    assert found == [
+        "a case: after: exit code 1",
+        "a case: out/card.md: line 2: 'version 0', 'version 1'",
+        "a case: out/model.safetensors: 1 of 2 tensors, most 'moved', by 1",
+    ]
+    monkeypatch.setattr(same_bytes, "EXPECTED", {"a_case/out/card.md": "the card tells the version"})
+    assert same_bytes.compare(cases, *versions)[0] == [("a case", 1, 3, 2)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from acemerge.checkpoints.families import FAMILIES
-from acemerge.methods import Method, all_methods
+from acemerge.methods import Method, all_methods, registry
 from acemerge.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +37,17 @@ def test_a_methods_page_has_an_example_that_runs(method: Method) -> None:
         scope: dict[str, Any] = {}
         exec(example, scope)
     assert f"-m {method.name}" in page(method) or method.name == "ace"
+
+
+def test_the_method_that_the_docs_add_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    scope: dict[str, Any] = {}
+    try:
+        for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(example, scope)
+    finally:
+        assert registry._registered.pop("median")
+    assert "inputs_are_untouched: " in capsys.readouterr().out
 
 
 @every_method

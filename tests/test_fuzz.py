@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import shutil
 import struct
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
@@ -42,14 +41,7 @@ from acemerge.sweeps.points import make_points
 from acemerge.sweeps.table import TABLE, Objective, Record, Table, read_table
 from small_models import base_tensors, write_models
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
 FOLDERS: dict[str, Path] = {}
-
-
-def fuzz(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As many examples as there is time for."""
-    given_all: Any = given(*strategies)
-    return lambda test: settings(max_examples=EXAMPLES)(given_all(test))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,7 +130,7 @@ LEGACY = sound_file("model.bin", _use_new_zipfile_serialization=False)
 TEXTS = b'{"text": "one", "text_pair": "two", "label": 1}\n{"text": "three", "text_pair": "four"}\n'
 
 
-@fuzz(damaged(TEXTS))
+@given(damaged(TEXTS))
 def test_texts(content: bytes) -> None:
     survives(lambda: _read_lines(as_file(content, "rows.jsonl")))
 
@@ -153,7 +145,7 @@ DTYPES = st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool, t
 INPUT_NAMES = st.sampled_from(["input_ids", "attention_mask", "token_type_ids", "pixel_values", "labels", "input"])
 
 
-@fuzz(st.dictionaries(INPUT_NAMES, st.tuples(SHAPES, DTYPES, st.integers(-2, 60))))
+@given(st.dictionaries(INPUT_NAMES, st.tuples(SHAPES, DTYPES, st.integers(-2, 60))))
 def test_ready_inputs(bert: Path, given: dict[str, tuple[list[int], torch.dtype, int]]) -> None:
     tensors = {name: torch.full(shape, value).to(dtype) for name, (shape, dtype, value) in given.items()}
     as_file(save(tensors), "red.safetensors")
@@ -161,7 +153,7 @@ def test_ready_inputs(bert: Path, given: dict[str, tuple[list[int], torch.dtype,
     survives(lambda: FileData.open(FOLDERS["scratch"], expert, [expert]))
 
 
-@fuzz(damaged(SAFETENSORS))
+@given(damaged(SAFETENSORS))
 def test_safetensors_files(content: bytes) -> None:
     survives(lambda: open_and_read(as_file(content, "model.safetensors")))
 
@@ -184,20 +176,20 @@ HEADER_ENTRIES = st.fixed_dictionaries(
 HEADER_NAMES = st.text(max_size=6) | st.just("__metadata__")
 
 
-@fuzz(st.dictionaries(HEADER_NAMES, HEADER_ENTRIES | HEADER_VALUES, max_size=4), st.binary(max_size=64))
+@given(st.dictionaries(HEADER_NAMES, HEADER_ENTRIES | HEADER_VALUES, max_size=4), st.binary(max_size=64))
 def test_safetensors_headers(header: dict[str, Any], data: bytes) -> None:
     encoded = json.dumps(header).encode()
     survives(lambda: open_and_read(as_file(struct.pack("<Q", len(encoded)) + encoded + data, "model.safetensors")))
 
 
 @pytest.mark.filterwarnings("ignore")
-@fuzz(damaged(PICKLE))
+@given(damaged(PICKLE))
 def test_pickles(content: bytes) -> None:
     survives(lambda: open_and_read(as_file(content, "model.bin")))
 
 
 @pytest.mark.filterwarnings("ignore")
-@fuzz(damaged(LEGACY))
+@given(damaged(LEGACY))
 def test_pickles_in_the_old_format(content: bytes) -> None:
     survives(lambda: open_and_read(as_file(content, "model.bin")))
 
@@ -205,7 +197,7 @@ def test_pickles_in_the_old_format(content: bytes) -> None:
 # --- JSON --------------------------------------------------------------------------------------------------------------
 
 
-@fuzz(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
+@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 @example(b"[" * 100_000)
 @example(b"1" * 10_000)
 def test_json(content: bytes) -> None:
@@ -219,7 +211,7 @@ JSON = st.recursive(
 )
 
 
-@fuzz(st.dictionaries(st.text(max_size=12), st.text(max_size=12) | JSON, max_size=4) | JSON)
+@given(st.dictionaries(st.text(max_size=12), st.text(max_size=12) | JSON, max_size=4) | JSON)
 def test_index_files(weight_map: Any) -> None:
     folder = FOLDERS["scratch"] / "indexed"
     folder.mkdir(exist_ok=True)
@@ -231,7 +223,7 @@ def test_index_files(weight_map: Any) -> None:
 CONFIG_KEYS = ("model_type", "tie_word_embeddings", "quantization_config", "architectures", "dtype", "torch_dtype")
 
 
-@fuzz(st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON))
+@given(st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON))
 def test_configs(config: dict[str, Any]) -> None:
     """Whatever a config says about the model, planning either works or explains."""
     root = FOLDERS["scratch"] / "configs"
@@ -274,14 +266,16 @@ def plan_with_adapter(settings: bytes, weights: bytes) -> None:
     survives(lambda: make_plan(recipe, sources).digest)
 
 
-@fuzz(st.dictionaries(st.sampled_from(LORA_KEYS), JSON | st.just(True) | st.dictionaries(st.text(max_size=20), JSON, max_size=2)))
+@given(
+    st.dictionaries(st.sampled_from(LORA_KEYS), JSON | st.just(True) | st.dictionaries(st.text(max_size=20), JSON, max_size=2))
+)
 @example({"rank_pattern": {"(a+)+b": 2}})
 @example({"lora_alpha": 10**400})
 def test_settings_of_adapters(changed: dict[str, Any]) -> None:
     plan_with_adapter(json.dumps({**LORA_SETTINGS, **changed}).encode(), LORA)
 
 
-@fuzz(damaged(LORA), st.booleans())
+@given(damaged(LORA), st.booleans())
 def test_weights_of_adapters(content: bytes, use_dora: bool) -> None:
     plan_with_adapter(json.dumps({**LORA_SETTINGS, "use_dora": use_dora}).encode(), content)
 
@@ -301,17 +295,17 @@ SOUND_RECIPE = yaml.safe_dump(
 ).encode()
 
 
-@fuzz(damaged(SOUND_RECIPE) | st.binary(max_size=100))
+@given(damaged(SOUND_RECIPE) | st.binary(max_size=100))
 def test_recipe_files(content: bytes) -> None:
     survives(lambda: make_recipe(read_recipe(as_file(content, "recipe.yaml"))))
 
 
-@fuzz(st.dictionaries(st.sampled_from([*Recipe.model_fields, "mehtod"]), JSON))
+@given(st.dictionaries(st.sampled_from([*Recipe.model_fields, "mehtod"]), JSON))
 def test_recipes(fields: dict[str, Any]) -> None:
     survives(lambda: make_recipe(fields))
 
 
-@fuzz(st.sampled_from(["ace", "ties", "linear", "slerp", "della", "wudi"]), st.data())
+@given(st.sampled_from(["ace", "ties", "linear", "slerp", "della", "wudi"]), st.data())
 def test_options_of_methods(name: str, data: st.DataObject) -> None:
     method = get_method(name)
     known = [option.name for option in method.describe_options()]
@@ -319,12 +313,12 @@ def test_options_of_methods(name: str, data: st.DataObject) -> None:
     survives(lambda: method.options(options).check(3))
 
 
-@fuzz(st.lists(st.text(max_size=20) | st.from_regex(r"\A[a-z]{1,5}=[-+0-9.e]{1,8}\Z"), max_size=3))
+@given(st.lists(st.text(max_size=20) | st.from_regex(r"\A[a-z]{1,5}=[-+0-9.e]{1,8}\Z"), max_size=3))
 def test_settings_on_the_command_line(settings: list[str]) -> None:
     survives(lambda: get_method("ace").options(parse_settings(settings)))
 
 
-@fuzz(st.text(max_size=30) | st.from_regex(r"\A[ 0-9.]{0,6}[kmgtKMGT]?i?b?\Z"))
+@given(st.text(max_size=30) | st.from_regex(r"\A[ 0-9.]{0,6}[kmgtKMGT]?i?b?\Z"))
 def test_sizes(text: str) -> None:
     try:
         size = parse_size(text)
@@ -333,13 +327,13 @@ def test_sizes(text: str) -> None:
     assert size >= 0
 
 
-@fuzz(st.lists(st.text(alphabet="epsilontau=,[]1.-e ", max_size=30), max_size=3))
+@given(st.lists(st.text(alphabet="epsilontau=,[]1.-e ", max_size=30), max_size=3))
 @example(["epsilon=[1,2],3", "tau=]"])
 def test_grids_on_the_command_line(settings: list[str]) -> None:
     survives(lambda: make_points(get_method("ace"), parse_lists(settings)))
 
 
-@fuzz(st.text(max_size=60))
+@given(st.text(max_size=60))
 @example("~nobody-of-that-name/model")
 @example("a" * 300)
 @example("\x00")
@@ -359,13 +353,13 @@ def with_damage(folder: Path, file: str, content: bytes, work: Callable[[Path], 
     survives(lambda: work(copy))
 
 
-@fuzz(st.data())
+@given(st.data())
 def test_manifests(merged: Path, data: st.DataObject) -> None:
     content = data.draw(damaged((merged / "acemerge_manifest.json").read_bytes()))
     with_damage(merged, "acemerge_manifest.json", content, verify_output)
 
 
-@fuzz(st.data())
+@given(st.data())
 def test_task_models(merged: Path, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from(["acemerge_manifest.json", "tasks/expert-0/model.safetensors", "shared/model.safetensors"]))
     content = data.draw(damaged((merged / file).read_bytes()))
@@ -383,7 +377,7 @@ STATE = json.dumps(
 ).encode()
 
 
-@fuzz(damaged(STATE) | st.binary(max_size=50))
+@given(damaged(STATE) | st.binary(max_size=50))
 def test_the_note_of_an_interrupted_run(content: bytes) -> None:
     """Whatever it says, only files whose checksums hold are reused, and nothing outside the folder is touched."""
     root = FOLDERS["scratch"] / "staging"
@@ -400,7 +394,7 @@ def test_the_note_of_an_interrupted_run(content: bytes) -> None:
 TABLE_OF_A_SWEEP = Table(method="ace", points={"tau=0.1": Record(settings={"tau": 0.1}, digest="d", scores={"a": None})})
 
 
-@fuzz(damaged(TABLE_OF_A_SWEEP.model_dump_json().encode()) | st.binary(max_size=50))
+@given(damaged(TABLE_OF_A_SWEEP.model_dump_json().encode()) | st.binary(max_size=50))
 def test_the_table_of_a_sweep(content: bytes) -> None:
     root = FOLDERS["scratch"] / "sweep"
     root.mkdir(exist_ok=True)
@@ -408,7 +402,7 @@ def test_the_table_of_a_sweep(content: bytes) -> None:
     survives(lambda: read_table(root).best_of(["tau=0.1"], Objective()))
 
 
-@fuzz(st.text(max_size=100) | st.text(max_size=50).map(lambda text: f"---\nlicense: {text}\n---\n"))
+@given(st.text(max_size=100) | st.text(max_size=50).map(lambda text: f"---\nlicense: {text}\n---\n"))
 def test_model_cards(text: str) -> None:
     root = FOLDERS["scratch"] / "cards"
     if not root.exists():

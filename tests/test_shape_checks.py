@@ -1,8 +1,12 @@
 """Wrong shapes do not pass unnoticed in these tests: functions, registered methods and dataclasses check theirs."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturnViolation
+from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturnViolation, BeartypeDoorHintViolation
+from jaxtyping import Float
+from torch import Tensor
 
 from acemerge.methods import get_method
 from acemerge.methods.average import average
@@ -23,9 +27,6 @@ def test_fields_that_do_not_fit_each_other() -> None:
 
 
 def test_results_that_do_not_fit_the_arguments() -> None:
-    from jaxtyping import Float
-    from torch import Tensor
-
     def turned(x: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
         return x.T
 
@@ -37,3 +38,13 @@ def test_registered_methods_are_checked() -> None:
     assert get_method("average").kernel is average
     with pytest.raises(BeartypeCallHintParamViolation, match="average"):
         average(torch.zeros(2, 3, dtype=torch.int64), get_method("average").options({}))
+
+
+def test_what_a_generator_is_given_is_checked_at_the_call() -> None:
+    def rows(x: Float[Tensor, "rows columns"], y: Float[Tensor, "rows columns"]) -> Iterator[Tensor]:
+        yield from x + y
+
+    with pytest.raises(BeartypeDoorHintViolation):
+        checked(rows)(torch.zeros(2, 3), torch.zeros(3, 3))
+    pairs = [checked(rows)(torch.zeros(n, 3), torch.zeros(n, 3)) for n in (2, 4)]
+    assert [len(list(pair)) for pair in pairs] == [2, 4], "each has shapes of its own"

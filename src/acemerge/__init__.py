@@ -14,33 +14,54 @@ from acemerge.calibration.suite import offer_suites
 from acemerge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors, sweep
+    from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors, plan, report, sweep, verify
     from acemerge.bench.suites.registry import Suite
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
-    from acemerge.methods import all_methods, get_method
+    from acemerge.execute.pipeline import MergeResult
+    from acemerge.methods import Context, Merged, Method, Options, all_methods, get_method, method
     from acemerge.output.task_models import export_expert, load_expert_head
+    from acemerge.planning.plan import Plan
+    from acemerge.sweeps.run import SweepResult
 
 _HOME = {
     "diagnose": "acemerge.api",
     "merge": "acemerge.api",
     "merge_state_dicts": "acemerge.api",
     "merge_task_vectors": "acemerge.api",
+    "plan": "acemerge.api",
+    "report": "acemerge.api",
     "sweep": "acemerge.api",
+    "verify": "acemerge.api",
     "AcemergeError": "acemerge.errors",
     "InputError": "acemerge.errors",
     "MergeError": "acemerge.errors",
     "PreflightError": "acemerge.errors",
-    "export_expert": "acemerge.output.task_models",
-    "load_expert_head": "acemerge.output.task_models",
+    "MergeResult": "acemerge.execute.pipeline",
+    "Context": "acemerge.methods",
+    "Merged": "acemerge.methods",
+    "Method": "acemerge.methods",
+    "Options": "acemerge.methods",
     "all_methods": "acemerge.methods",
     "get_method": "acemerge.methods",
+    "method": "acemerge.methods",
+    "export_expert": "acemerge.output.task_models",
+    "load_expert_head": "acemerge.output.task_models",
+    "Plan": "acemerge.planning.plan",
+    "SweepResult": "acemerge.sweeps.run",
 }
 
 __all__ = [
     "AcemergeError",
+    "Context",
     "InputError",
     "MergeError",
+    "MergeResult",
+    "Merged",
+    "Method",
+    "Options",
+    "Plan",
     "PreflightError",
+    "SweepResult",
     "all_methods",
     "diagnose",
     "export_expert",
@@ -49,7 +70,11 @@ __all__ = [
     "merge",
     "merge_state_dicts",
     "merge_task_vectors",
+    "method",
+    "plan",
+    "report",
     "sweep",
+    "verify",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -18,16 +19,22 @@ from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
 from acemerge.execute.compute import torch_device
-from acemerge.execute.opening import find_sources
+from acemerge.execute.opening import find_sources, set_scene
 from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import MergeResult, run_merge
 from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
+from acemerge.output.manifest import read_merge
+from acemerge.output.verify import Verification, verify_output
+from acemerge.planning.kinship import what_weights_say
+from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.keywords import sort_keywords
 from acemerge.recipe.recipe import Orientation, Recipe, make_recipe
 from acemerge.recipe.run_options import RunOptions
+from acemerge.reports.merge_report import merge_page
+from acemerge.reports.page import write_report
 from acemerge.sweeps.evaluation import Evaluate
 from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
 from acemerge.sweeps.table import Objective
@@ -91,6 +98,33 @@ def sweep(
     return run_sweep(recipe, settings, Path(output), run, chosen, suite=suite)
 
 
+def plan(
+    base: Model,
+    experts: Experts,
+    method: str = "ace",
+    *,
+    data: Model | Suite | None = None,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Plan:
+    """What `merge` with the same arguments would do to every tensor, from headers alone: the same as `acemerge plan`."""
+    recipe, run, suite = _sort("acemerge.plan", base, experts, method, data, options, keywords)
+    [made] = set_scene(recipe, run, suite=suite).plans([recipe])
+    return made
+
+
+def verify(output: Model) -> Verification:
+    """Whether an output is still what was written, file by file and tensor by tensor: the same as `acemerge verify`."""
+    return verify_output(Path(output))
+
+
+def report(merged: Model, output: Model | None = None) -> Path:
+    """Write what a merge did to every tensor as one page, by default beside the folder: the same as `acemerge report`."""
+    folder = Path(merged)
+    page = merge_page(read_merge(folder))
+    return write_report(page, Path(output) if output else folder.resolve().with_name(f"{folder.resolve().name}.html"))
+
+
 def _sort(
     origin: str,
     base: Model,
@@ -146,7 +180,8 @@ def merge_state_dicts(
     """Merge state dicts in memory and return one with the base's names and dtypes; the inputs are left untouched.
 
     The same plan as for checkpoints on disk. `config` is the base's config as a mapping, for presets that depend on it.
-    Task heads stay at the base's value. Methods that use data need models that can be run: see `merge`.
+    Task heads stay at the base's value. Methods that use data need models that can be run: see `merge`. An expert that does not
+    look like a fine-tune of the base, or is the base itself, gets a Python warning.
     """
     pairs = list(experts.items()) if isinstance(experts, Mapping) else [(f"expert {i}", e) for i, e in enumerate(experts)]
     recipe = make_recipe(
@@ -167,6 +202,8 @@ def merge_state_dicts(
         raise InputError(f"{needs_data(using[0])}, and runs the models on it; use acemerge.merge(..., data=...)")
     opened = [from_state_dict(expert, name) for name, expert in pairs]
     plan = build_plan(recipe, from_state_dict(base, "base"), opened, config or {})
+    for said in what_weights_say(plan):
+        warnings.warn(said, stacklevel=2)
     where = torch.device(device)
     gathered = gather_statistics(plan, where, SilentProgress())
     merged = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import lora_zoo
+from adapter_merging import Dense, merge
 from adapter_reading import LLAMA, Bases, Refuse, refuse
 from command import Command
 from lora_zoo import Zoo
@@ -21,6 +23,19 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Zoo]:
 @pytest.fixture(scope="session")
 def llama(zoos: dict[str, Zoo]) -> Zoo:
     return zoos["LlamaForCausalLM"]
+
+
+@pytest.fixture(scope="session")
+def dense(llama: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Dense:
+    """Merges that several tests compare with; they only read them."""
+    root = tmp_path_factory.mktemp("dense")
+
+    @cache
+    def merged(method: str) -> Path:
+        merge(llama, root / method, method)
+        return root / method
+
+    return merged
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lora_zoo as zoo
-from adapter_reading import _TARGETS, BERT, GPT2, LLAMA, ROBERTA, VIT, Bases, assert_equal_changes, differences, read
+from adapter_reading import BERT, GPT2, LLAMA, ROBERTA, TARGETS, VIT, Bases, assert_equal_changes, differences, read
 from model_zoo import rewrite
 
 _EVERYWHERE: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ _CASES = [(kind, cls, s) for kind, s in _EVERYWHERE.items() for cls in (GPT2, LL
 @pytest.mark.parametrize(("kind", "class_name", "settings"), _CASES, ids=[f"{kind}-{cls}" for kind, cls, _ in _CASES])
 def test_changes_equal_pefts_merge(kind: str, class_name: str, settings: dict[str, Any], bases: Bases, tmp_path: Path) -> None:
     base = bases(class_name)
-    with_targets = {"target_modules": _TARGETS[class_name], **settings}
+    with_targets = {"target_modules": TARGETS[class_name], **settings}
     adapter = zoo.write_adapter(base, tmp_path / "adapter", class_name, **with_targets)
     expected = differences(base, zoo.expand(base, adapter, tmp_path / "full", class_name))
     expert, found = read(base, adapter)
@@ -107,7 +107,7 @@ def test_a_base_in_half_precision(bases: Bases, tmp_path: Path) -> None:
 def test_dora_that_was_never_trained_changes_nothing(class_name: str, bases: Bases, tmp_path: Path) -> None:
     """Exactly: rounding would be taken for an expert's opinion."""
     extra = {GPT2: ["wte"], LLAMA: ["embed_tokens"], VIT: ["projection"]}[class_name]
-    settings: dict[str, Any] = {"target_modules": [*_TARGETS[class_name], *extra], "use_dora": True, "strength": 0.0}
+    settings: dict[str, Any] = {"target_modules": [*TARGETS[class_name], *extra], "use_dora": True, "strength": 0.0}
     expert, found = read(bases(class_name), zoo.write_adapter(bases(class_name), tmp_path / "adapter", class_name, **settings))
     assert len(expert.changes or {}) > 4
     assert not any(change.any() for change in found.values())

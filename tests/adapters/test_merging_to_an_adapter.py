@@ -14,27 +14,25 @@ import torch
 
 import acemerge
 import lora_zoo
-from adapter_merging import assert_same_changes, assert_something_changed, loaded, merge
+from adapter_merging import Dense, assert_same_changes, assert_something_changed, loaded, merge
 from command import Command
 from lora_zoo import Zoo
 from model_zoo import assert_equal_tensors, read_tensors
 
 
 @pytest.mark.parametrize("name", ["ace", "average", "cart", "core_space", "iso_c", "knots_ties", "tsv_m"])
-def test_an_adapter_is_the_dense_output(name: str, llama: Zoo, tmp_path: Path) -> None:
-    merge(llama, tmp_path / "dense", name)
+def test_an_adapter_is_the_dense_output(name: str, llama: Zoo, dense: Dense, tmp_path: Path) -> None:
     result = merge(llama, tmp_path / "adapter", name, save_as="adapter")
-    assert_same_changes(loaded(llama, tmp_path / "adapter"), read_tensors(tmp_path / "dense"), read_tensors(llama.base))
+    assert_same_changes(loaded(llama, tmp_path / "adapter"), read_tensors(dense(name)), read_tensors(llama.base))
     assert {record["written"] for record in result.tensors} == {"factors", "absent"}
     assert max(record["relative_error"] for record in result.tensors if "relative_error" in record) < 2e-7  # of float32 itself
 
 
 @pytest.mark.parametrize("rank", [None, 5])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_error_is_that_of_the_factors_on_disk(llama: Zoo, tmp_path: Path, dtype: str, rank: int | None) -> None:
-    merge(llama, tmp_path / "dense", "ace")
+def test_the_error_is_that_of_the_factors_on_disk(llama: Zoo, dense: Dense, tmp_path: Path, dtype: str, rank: int | None) -> None:
     merge(llama, tmp_path / "adapter", "ace", save_as="adapter", dtype=dtype, rank=rank)
-    base, dense = read_tensors(llama.base), read_tensors(tmp_path / "dense")
+    base, whole = read_tensors(llama.base), read_tensors(dense("ace"))
     factors = read_tensors(tmp_path / "adapter")
     records = json.loads((tmp_path / "adapter/acemerge_manifest.json").read_text())["tensors"]
     written = [record for record in records if record["written"] == "factors"]
@@ -42,7 +40,7 @@ def test_the_error_is_that_of_the_factors_on_disk(llama: Zoo, tmp_path: Path, dt
     for record in written:
         module = f"base_model.model.{record['name'].removesuffix('.weight')}"
         found = factors[f"{module}.lora_B.weight"].double() @ factors[f"{module}.lora_A.weight"].double()
-        exact = dense[record["name"]].double() - base[record["name"]].double()
+        exact = whole[record["name"]].double() - base[record["name"]].double()
         error = float((found - exact).norm() / exact.norm())
         # The dense output's own rounding, of weights ten to a hundred times as large as their change, shows at 1e-5.
         assert record["relative_error"] == pytest.approx(error, rel=0.02, abs=1e-5)
@@ -59,23 +57,21 @@ def test_adapters_with_conv1d_and_convolutions(model: str, name: str, zoos: dict
 
 
 @pytest.mark.parametrize("name", ["ties", "dare_ties"])
-def test_methods_without_a_core_need_a_rank(name: str, llama: Zoo, tmp_path: Path) -> None:
+def test_methods_without_a_core_need_a_rank(name: str, llama: Zoo, dense: Dense, tmp_path: Path) -> None:
     """At full rank nothing is lost, so the adapter is the dense output."""
     with pytest.raises(acemerge.InputError, match=r"merged as whole matrices.*give --rank R"):
         merge(llama, tmp_path / "adapter", name, save_as="adapter")
-    merge(llama, tmp_path / "dense", name)
     result = merge(llama, tmp_path / "adapter", name, save_as="adapter", rank=99)
-    assert_same_changes(loaded(llama, tmp_path / "adapter"), read_tensors(tmp_path / "dense"), read_tensors(llama.base))
+    assert_same_changes(loaded(llama, tmp_path / "adapter"), read_tensors(dense(name)), read_tensors(llama.base))
     assert max(record["relative_error"] for record in result.tensors if "relative_error" in record) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["ace", "ties"])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_smaller_rank_is_the_nearest_and_its_error_is_told(
-    name: str, rank: int, llama: Zoo, tmp_path: Path, command: Command
+    name: str, rank: int, llama: Zoo, dense: Dense, tmp_path: Path, command: Command
 ) -> None:
     """Eckart and Young, by numpy: the leading singular triples of the dense merge."""
-    merge(llama, tmp_path / "dense", name)
     arguments = [
         llama.base,
         *llama.adapters.values(),
@@ -92,14 +88,14 @@ def test_a_smaller_rank_is_the_nearest_and_its_error_is_told(
     code, out, err = command("merge", *arguments)
     assert code == 0, err
     assert "relative error" in out.splitlines()[1]  # a column of the table
-    base, dense, found = (read_tensors(f) for f in (llama.base, tmp_path / "dense", llama.base))
+    base, whole = read_tensors(llama.base), read_tensors(dense(name))
     found = loaded(llama, tmp_path / "adapter")
     records = json.loads((tmp_path / "adapter/acemerge_manifest.json").read_text())["tensors"]
     lost, total = 0.0, 0.0
     for record in records:
         if record["written"] == "absent":
             continue
-        M = (dense[record["name"]].double() - base[record["name"]].double()).numpy()
+        M = (whole[record["name"]].double() - base[record["name"]].double()).numpy()
         U, s, Vt = np.linalg.svd(M, full_matrices=False)
         nearest = torch.from_numpy((U[:, :rank] * s[:rank]) @ Vt[:rank])
         change = found[record["name"]].double() - base[record["name"]].double()
@@ -151,21 +147,19 @@ def test_settings_that_peft_reads(llama: Zoo, tmp_path: Path) -> None:
     assert config.peft_type == "LORA"
 
 
-def test_a_merged_adapter_is_an_expert_again(llama: Zoo, tmp_path: Path) -> None:
+def test_a_merged_adapter_is_an_expert_again(llama: Zoo, dense: Dense, tmp_path: Path) -> None:
     merge(llama, tmp_path / "out", save_as="adapter")
-    merge(llama, tmp_path / "dense")
     merge(llama, tmp_path / "again", "task_arithmetic", {"merged": tmp_path / "out"}, alpha=1.0)
-    assert_same_changes(read_tensors(tmp_path / "again"), read_tensors(tmp_path / "dense"), read_tensors(llama.base))
+    assert_same_changes(read_tensors(tmp_path / "again"), read_tensors(dense("ace")), read_tensors(llama.base))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_adapters_of_other_precisions(dtype: str, llama: Zoo, tmp_path: Path) -> None:
-    merge(llama, tmp_path / "dense")
+def test_adapters_of_other_precisions(dtype: str, llama: Zoo, dense: Dense, tmp_path: Path) -> None:
     merge(llama, tmp_path / "out", save_as="adapter", dtype=dtype)
     assert {value.dtype for value in lora_zoo.read_factors(tmp_path / "out").values()} == {getattr(torch, dtype)}
     tolerance = {"float16": 5e-3, "bfloat16": 4e-2, "float64": 1e-5}[dtype]
     found = loaded(llama, tmp_path / "out")
-    assert_same_changes(found, read_tensors(tmp_path / "dense"), read_tensors(llama.base), tolerance)
+    assert_same_changes(found, read_tensors(dense("ace")), read_tensors(llama.base), tolerance)
 
 
 def test_embeddings_and_saved_modules_in_an_adapter(tmp_path: Path) -> None:

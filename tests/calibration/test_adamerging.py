@@ -17,14 +17,14 @@ from acemerge.execute.opening import find_sources, make_plan
 from acemerge.planning.progress import SilentProgress
 from acemerge.planning.tensor import computed
 from acemerge.recipe.recipe import make_recipe
-from data_merges import FAMILIES, QUICK, every_family, manifest, models_and_rows
+from data_merges import FAMILIES, QUICK, ModelsAndRows, every_family, manifest
 from data_statistics import write_rows
 from model_zoo import Models, read_tensors
 
 
 @every_family
-def test_no_steps_are_task_arithmetic(family: str, tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, family)
+def test_no_steps_are_task_arithmetic(models_and_rows: ModelsAndRows, family: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows(family)
     experts = list(models.experts.values())
     acemerge.merge(models.base, experts, tmp_path / "ada", method="adamerging", data=rows, steps=0)
     acemerge.merge(models.base, experts, tmp_path / "ta", method="task_arithmetic", alpha=0.3)
@@ -78,8 +78,8 @@ def test_slopes_of_the_coefficients_by_finite_differences(family: str, tmp_path:
             assert abs(float(slopes[task, tensor]) - difference) <= 1e-5 * max(1e-3, abs(difference)), run.tensors[tensor].name
 
 
-def test_entropy_falls_and_the_coefficients_are_on_record(tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "bert")
+def test_entropy_falls_and_the_coefficients_are_on_record(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    models, rows = models_and_rows("bert")
     run = open_run(models, rows)
     acemerge.merge(
         models.base, list(models.experts.values()), tmp_path / "out", method="adamerging", data=rows, steps=12, batch_size=99,
@@ -98,8 +98,8 @@ def test_entropy_falls_and_the_coefficients_are_on_record(tmp_path: Path) -> Non
     assert learnt.std() > 0
 
 
-def test_one_coefficient_for_each_task(tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "bert")
+def test_one_coefficient_for_each_task(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    models, rows = models_and_rows("bert")
     acemerge.merge(
         models.base, list(models.experts.values()), tmp_path / "out", method="adamerging", data=rows, granularity="task",
         **QUICK["adamerging"],
@@ -109,8 +109,10 @@ def test_one_coefficient_for_each_task(tmp_path: Path) -> None:
     assert records[0]["coefficient of red"] != 0.3
 
 
-def test_learning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, rows = models_and_rows(tmp_path, "bert")
+def test_learning_goes_on_where_it_stopped(
+    models_and_rows: ModelsAndRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, rows = models_and_rows("bert")
     experts = list(models.experts.values())
     settings: dict[str, Any] = {"method": "adamerging", "data": rows, "steps": 5, "batch_size": 4}
     monkeypatch.setattr("acemerge.calibration.measurements.adamerging.SAVED_EVERY", 2)

@@ -17,21 +17,21 @@ from acemerge.methods import get_method
 from data_merges import (
     DATA_METHODS,
     QUICK,
+    ModelsAndRows,
     command,
     every_data_method,
     every_family,
     load,
     manifest,
     merged_model,
-    models_and_rows,
 )
 from data_statistics import write_rows
 from model_zoo import read_tensors
 
 
 @every_data_method
-def test_half_precision_in_is_half_precision_out(method: str, tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "vit")
+def test_half_precision_in_is_half_precision_out(models_and_rows: ModelsAndRows, method: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows("vit", rows=4)
     for folder in models.folders:
         model_zoo.write_tensors(folder, {name: t.bfloat16() for name, t in read_tensors(folder).items()})
     acemerge.merge(
@@ -43,9 +43,11 @@ def test_half_precision_in_is_half_precision_out(method: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["regmean_plusplus", "adamerging"])
-def test_rules_hold_for_the_model_that_is_measured(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_hold_for_the_model_that_is_measured(
+    models_and_rows: ModelsAndRows, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While measuring, a tensor that a rule keeps has the base's value, one that is averaged the mean."""
-    models, rows = models_and_rows(tmp_path, "bert")
+    models, rows = models_and_rows("bert")
     kept, averaged = "bert.encoder.layer.0.intermediate.dense.weight", "bert.encoder.layer.0.output.dense.weight"
     rules = [{"match": kept, "do": "keep"}, {"match": averaged, "do": "average"}]
     seen: dict[str, Tensor] = {}
@@ -65,8 +67,8 @@ def test_rules_hold_for_the_model_that_is_measured(method: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("method", ["regmean", "regmean_plusplus", "fisher"])
-def test_equal_experts_give_that_expert(method: str, tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "bert")
+def test_equal_experts_give_that_expert(models_and_rows: ModelsAndRows, method: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows("bert")
     red = models.experts["red"]
     copies = {name: model_zoo.rewrite(red, tmp_path / name, lambda tensors: tensors) for name in ("green", "blue")}
     acemerge.merge(models.base, {"red": red, **copies}, tmp_path / "out", method=method, data=rows)
@@ -89,8 +91,10 @@ def test_a_language_model(method: str, tmp_path: Path) -> None:
 
 @every_data_method
 @every_family
-def test_whole_models_come_out_whole_and_the_same_again(method: str, family: str, tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, family)
+def test_whole_models_come_out_whole_and_the_same_again(
+    models_and_rows: ModelsAndRows, method: str, family: str, tmp_path: Path
+) -> None:
+    models, rows = models_and_rows(family, rows=4)
     options = QUICK.get(method, {})
     for output in ("one", "two"):
         acemerge.merge(models.base, list(models.experts.values()), tmp_path / output, method=method, data=rows, **options)
@@ -104,8 +108,10 @@ def test_whole_models_come_out_whole_and_the_same_again(method: str, family: str
 
 
 @every_data_method
-def test_what_was_measured_is_kept_and_made_again_when_anything_changes(method: str, tmp_path: Path, cache: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "bert")
+def test_what_was_measured_is_kept_and_made_again_when_anything_changes(
+    models_and_rows: ModelsAndRows, method: str, tmp_path: Path, cache: Path
+) -> None:
+    models, rows = models_and_rows("bert", rows=4)
 
     def merge(output: str) -> set[str]:
         acemerge.merge(
@@ -127,8 +133,8 @@ def test_what_was_measured_is_kept_and_made_again_when_anything_changes(method: 
 
 
 @every_data_method
-def test_a_single_expert(method: str, tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "vit")
+def test_a_single_expert(models_and_rows: ModelsAndRows, method: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows("vit")
     red = models.experts["red"]
     acemerge.merge(models.base, [red], tmp_path / "out", method=method, data=rows, **QUICK.get(method, {}))
     found, expected = read_tensors(tmp_path / "out"), read_tensors(red)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 import acemerge
 import model_zoo
-from data_merges import assert_near, every_family, load, manifest, merged_model, models_and_rows, rows_of
+from data_merges import ModelsAndRows, assert_near, every_family, load, manifest, merged_model, rows_of
 from data_statistics import write_rows
 from model_zoo import read_tensors
 
 
 @every_family
-def test_fisher_is_the_average_weighted_by_row_and_class(family: str, tmp_path: Path) -> None:
+def test_fisher_is_the_average_weighted_by_row_and_class(models_and_rows: ModelsAndRows, family: str, tmp_path: Path) -> None:
     """Against a loop over rows and classes: sum_y p_y (d log p_y)^2, scaled to a root mean square of 1."""
-    models, rows = models_and_rows(tmp_path, family, rows=4)
+    models, rows = models_and_rows(family, rows=4)
     out = tmp_path / "out"
     acemerge.merge(models.base, list(models.experts.values()), out, method="fisher", data=rows)
     found = {name: p.detach().double() for name, p in merged_model(out, "red").named_parameters()}
@@ -46,8 +46,8 @@ def test_fisher_is_the_average_weighted_by_row_and_class(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("form", ["sampled", "summed_gradient"])
-def test_the_other_forms_run_and_are_on_record(form: str, tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "bert")
+def test_the_other_forms_run_and_are_on_record(models_and_rows: ModelsAndRows, form: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows("bert")
     for output in ("one", "two"):
         acemerge.merge(
             models.base, list(models.experts.values()), tmp_path / output, method="fisher", data=rows, form=form, rows=6

@@ -12,6 +12,7 @@ from torch import nn
 import acemerge
 import model_zoo
 from data_merges import (
+    ModelsAndRows,
     assert_near,
     command,
     every_family,
@@ -20,7 +21,6 @@ from data_merges import (
     load,
     manifest,
     merged_model,
-    models_and_rows,
     regmean_by_hand,
     rows_of,
 )
@@ -29,8 +29,10 @@ from model_zoo import mean_weight, read_tensors
 
 
 @every_family
-def test_regmean_is_the_fit_to_the_inputs_of_every_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, rows = models_and_rows(tmp_path, family, rows=40)
+def test_regmean_is_the_fit_to_the_inputs_of_every_layer(
+    models_and_rows: ModelsAndRows, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, rows = models_and_rows(family, rows=40)
     out = tmp_path / "out"
     assert (
         command(monkeypatch, "merge", models.base, *models.experts.values(), "-o", out, "-m", "regmean", "--data", rows, "-q")
@@ -58,8 +60,8 @@ def test_regmean_is_the_fit_to_the_inputs_of_every_layer(family: str, tmp_path: 
     assert all(tensor["reason"] for tensor in record["tensors"] if tensor["action"] != "merged")
 
 
-def test_regmean_averages_what_is_no_linear_layer(tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "gpt2")
+def test_regmean_averages_what_is_no_linear_layer(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    models, rows = models_and_rows("gpt2")
     acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", method="regmean", data=rows)
     base, experts = read_tensors(models.base), [read_tensors(folder) for folder in models.experts.values()]
     merged = read_tensors(tmp_path / "out")
@@ -80,8 +82,8 @@ def test_a_weight_that_is_also_a_lookup_table_is_averaged(tmp_path: Path) -> Non
     assert record["transformer.wte.weight"]["action"] == "averaged"
 
 
-def test_padding_is_no_input(tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "bert")
+def test_padding_is_no_input(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    models, rows = models_and_rows("bert")
     wider = tmp_path / "wider"
     wider.mkdir()
     for file in rows.iterdir():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import acemerge
 import model_zoo
 from data_merges import (
+    ModelsAndRows,
     assert_near,
     command,
     every_family,
@@ -21,7 +22,6 @@ from data_merges import (
     load,
     manifest,
     merged_model,
-    models_and_rows,
     regmean_by_hand,
     rows_of,
 )
@@ -47,9 +47,11 @@ def first(output: Any) -> Tensor:
 
 @every_family
 @torch.no_grad()
-def test_regmean_plusplus_is_regmean_behind_the_merged_blocks(family: str, tmp_path: Path) -> None:
+def test_regmean_plusplus_is_regmean_behind_the_merged_blocks(
+    models_and_rows: ModelsAndRows, family: str, tmp_path: Path
+) -> None:
     """Step by step as the paper has it, keeping every block's inputs Z_t."""
-    models, rows = models_and_rows(tmp_path, family, rows=40, padded=False)
+    models, rows = models_and_rows(family, rows=40, padded=False)
     out = tmp_path / "out"
     acemerge.merge(models.base, list(models.experts.values()), out, method="regmean_plusplus", data=rows)
     batches = {name: rows_of(rows, name) for name in models.experts}
@@ -77,8 +79,8 @@ def test_regmean_plusplus_is_regmean_behind_the_merged_blocks(family: str, tmp_p
         Z = {name: first(block(z)) for name, z in Z.items()}
 
 
-def test_regmean_plusplus_keeps_what_comes_after_the_blocks(tmp_path: Path) -> None:
-    models, rows = models_and_rows(tmp_path, "gpt2")
+def test_regmean_plusplus_keeps_what_comes_after_the_blocks(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    models, rows = models_and_rows("gpt2")
     acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", method="regmean_plusplus", data=rows)
     base, merged = read_tensors(models.base), read_tensors(tmp_path / "out")
     assert merged["transformer.ln_f.weight"].equal(base["transformer.ln_f.weight"])

@@ -66,8 +66,9 @@ WRAPPERS: dict[str, Callable[[Tensors], Any]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("wrapper", "suffix"), [*((wrapper, ".pt") for wrapper in WRAPPERS), ("model", ".pth"), ("model", ".bin")]
+)
 def test_bare_files_give_the_same_as_folders(
     plain: Models, plain_merge: Tensors, tmp_path: Path, wrapper: str, suffix: str
 ) -> None:

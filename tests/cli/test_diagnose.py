@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import acemerge
+from acemerge.diagnosis.report import diagnosis_page
+from acemerge.reports.page import save_figures
 from command import Command
 from layered_models import layered
+from model_zoo import file_hashes
 from outline import Outline
 
 
@@ -21,6 +25,9 @@ def test_diagnose_command(run: Command, tmp_path: Path) -> None:
     outline = Outline((tmp_path / "d.html").read_text())
     assert len(set(outline.ids)) == len(outline.ids)
     assert {path.suffix for path in (tmp_path / "f").iterdir()} == {".svg", ".png"}
+    assert all("var(--" not in path.read_text() for path in (tmp_path / "f").glob("*.svg"))
+    save_figures(diagnosis_page(acemerge.diagnose(base, experts, candidates=["ace", "ace:alpha=0.5"])), tmp_path / "again")
+    assert file_hashes(tmp_path / "again") == file_hashes(tmp_path / "f"), "figures are the same every time"
     code, out, _ = run("diagnose", base, *experts, "--json", "--quick")
     assert code == 0
     found = json.loads(out)

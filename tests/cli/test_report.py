@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import acemerge
+import model_zoo
 from acemerge.output.manifest import MANIFEST
 from command import Command
+from model_zoo import Models
+
+
+@pytest.fixture
+def merged_bert(models_of: Callable[..., Models], tmp_path: Path) -> Path:
+    """A merge of real models, as `acemerge merge` leaves it."""
+    models = models_of(model_zoo.bert)
+    acemerge.merge(models.base, models.experts, tmp_path / "merged")
+    return tmp_path / "merged"
 
 
 def test_report_command(run: Command, merged_bert: Path, tmp_path: Path) -> None:

@@ -17,20 +17,12 @@ from child import command, in_child
 from small_models import write_models
 
 MANIFEST = "acemerge_manifest.json"
-FAMILIES: dict[str, Callable[[Path], zoo.Models]] = {
-    "bert": zoo.bert,
-    "roberta": zoo.roberta,
-    "distilbert": zoo.distilbert,
-    "gpt2": zoo.gpt2,
-    "llama": lambda root: zoo.llama(root, tied=False),
-    "tied llama": lambda root: zoo.llama(root, tied=True),
-    "t5": zoo.t5,
-    "vit": zoo.vit,
-    "clip": zoo.clip,
-    "clip_vision": zoo.clip_vision,
-    "open_clip": zoo.open_clip,
-    "unknown": zoo.unknown,
-}
+FAMILIES = [
+    *((build, {}) for build in (zoo.bert, zoo.roberta, zoo.distilbert, zoo.gpt2, zoo.t5, zoo.vit)),
+    *((build, {}) for build in (zoo.clip, zoo.clip_vision, zoo.open_clip, zoo.unknown)),
+    (zoo.llama, {"tied": False}),
+    (zoo.llama, {"tied": True}),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,9 +31,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_inputs_are_merged_averaged_kept_or_copied_in_every_family(family: str, tmp_path: Path) -> None:
-    models = FAMILIES[family](tmp_path / "in")
+@pytest.mark.parametrize(("build", "settings"), FAMILIES)
+def test_inputs_are_merged_averaged_kept_or_copied_in_every_family(
+    models_of: Callable[..., zoo.Models], build: Callable[..., zoo.Models], settings: dict[str, bool], tmp_path: Path
+) -> None:
+    models = models_of(build, **settings)
     acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size=20_000)
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     fates = {tensor["name"]: tensor["action"] for tensor in manifest["tensors"]}

@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 
-import acemerge
-from acemerge.output.manifest import read_merge
-from acemerge.reports.merge_report import merge_page
-from acemerge.reports.page import write_report
-from layered_models import layered
-
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
 
@@ -23,7 +17,7 @@ QUIET = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-backgroun
 SIZES = {"desktop": (1280, 900), "phone": (360, 740)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
@@ -31,17 +25,6 @@ def browser() -> Iterator[Any]:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         yield started
         started.close()
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("reports")
-    base, experts = layered(folder, 12, 8)
-    acemerge.merge(base, experts, folder / "merged")
-    return {
-        "diagnosis": acemerge.diagnose(base, experts).write_report(folder / "diagnosis.html"),
-        "merge": write_report(merge_page(read_merge(folder / "merged")), folder / "merge.html"),
-    }
 
 
 class Opened:
@@ -63,9 +46,9 @@ class Opened:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_figure_is_visible_and_nothing_is_loaded(
-    browser: Any, reports: dict[str, Path], name: str, size: str, scheme: str
+    browser: Any, twelve_layers: dict[str, Path], name: str, size: str, scheme: str
 ) -> None:
-    opened = Opened(browser, reports[name], size, scheme)
+    opened = Opened(browser, twelve_layers[name], size, scheme)
     page, (width, _) = opened.page, SIZES[size]
     figures = page.locator("figure")
     assert figures.count() >= 4
@@ -82,7 +65,7 @@ def test_every_figure_is_visible_and_nothing_is_loaded(
     assert (sum(map(int, ground[4:-1].split(","))) > 380) == (scheme == "light")
     assert ground != ink
     assert opened.complaints == []
-    assert opened.requests == [reports[name].as_uri()]
+    assert opened.requests == [twelve_layers[name].as_uri()]
     opened.context.close()
 
 
@@ -93,9 +76,9 @@ def column(page: Any, heading: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "heading"), [("diagnosis", "gamma"), ("merge", "|M|")])
 def test_sorting_by_numbers_puts_the_largest_first_and_the_empty_last(
-    browser: Any, reports: dict[str, Path], name: str, heading: str
+    browser: Any, twelve_layers: dict[str, Path], name: str, heading: str
 ) -> None:
-    opened = Opened(browser, reports[name], "desktop")
+    opened = Opened(browser, twelve_layers[name], "desktop")
     button = opened.page.get_by_role("button", name=heading, exact=True)
     button.click()
     assert opened.page.locator("th[aria-sort=descending]").count() == 1
@@ -110,16 +93,16 @@ def test_sorting_by_numbers_puts_the_largest_first_and_the_empty_last(
     opened.context.close()
 
 
-def test_sorting_by_name_knows_numbers(browser: Any, reports: dict[str, Path]) -> None:
-    opened = Opened(browser, reports["diagnosis"], "desktop")
+def test_sorting_by_name_knows_numbers(browser: Any, twelve_layers: dict[str, Path]) -> None:
+    opened = Opened(browser, twelve_layers["diagnosis"], "desktop")
     opened.page.get_by_role("button", name="tensor", exact=True).click()
     names = column(opened.page, "tensor")
     assert names.index("layers.2.mlp.up_proj.weight") < names.index("layers.10.mlp.up_proj.weight")
     opened.context.close()
 
 
-def test_filtering_by_name_and_kind(browser: Any, reports: dict[str, Path]) -> None:
-    opened = Opened(browser, reports["diagnosis"], "phone")
+def test_filtering_by_name_and_kind(browser: Any, twelve_layers: dict[str, Path]) -> None:
+    opened = Opened(browser, twelve_layers["diagnosis"], "phone")
     page = opened.page
     page.get_by_label("Name contains").fill("LAYERS.3.")
     assert len(column(page, "tensor")) == 4
@@ -132,8 +115,8 @@ def test_filtering_by_name_and_kind(browser: Any, reports: dict[str, Path]) -> N
     opened.context.close()
 
 
-def test_the_page_prints(browser: Any, reports: dict[str, Path]) -> None:
-    opened = Opened(browser, reports["diagnosis"], "desktop")
+def test_the_page_prints(browser: Any, twelve_layers: dict[str, Path]) -> None:
+    opened = Opened(browser, twelve_layers["diagnosis"], "desktop")
     opened.page.emulate_media(media="print")
     assert not opened.page.locator(".filters").is_visible()
     assert len(opened.page.pdf(format="A4")) > 20_000

@@ -13,13 +13,14 @@ import model_zoo
 from acemerge.output.manifest import MANIFEST, read_merge
 from acemerge.output.verify import verify_output
 from acemerge.reports.merge_report import findings, merge_page
+from command import Command
 from layered_models import layered
 from small_models import Models
 
 
-def test_a_merge_s_report_shows_every_tensor_of_its_manifest(merged_bert: Path) -> None:
-    page = merge_page(read_merge(merged_bert))
-    manifest = json.loads((merged_bert / MANIFEST).read_text())
+def test_a_merge_s_report_shows_every_tensor_of_its_manifest(bert: Path) -> None:
+    page = merge_page(read_merge(bert))
+    manifest = json.loads((bert / MANIFEST).read_text())
     assert [record["name"] for record in page.table.records] == [tensor["name"] for tensor in manifest["tensors"]]
     by_name = {tensor["name"]: tensor for tensor in manifest["tensors"]}
     for record in page.table.records:
@@ -81,7 +82,40 @@ def test_an_idle_expert_is_named(tmp_path: Path) -> None:
     assert any("'idle' changed nothing" in finding.text for finding in findings(read_merge(tmp_path / "out")))
 
 
-def test_a_report_of_twelve_layers_is_small(tmp_path: Path) -> None:
-    base, experts = layered(tmp_path, 12, 8)
-    path = acemerge.diagnose(base, experts).write_report(tmp_path / "report.html")
-    assert path.stat().st_size < 2_000_000
+def test_a_report_of_twelve_layers_is_small(twelve_layers: dict[str, Path]) -> None:
+    assert twelve_layers["diagnosis"].stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("method", "facts"),
+    [
+        ("ace", ["active experts", "gamma", "branch", "ridge share", "precision"]),
+        ("tsv_m", ["active experts", "directions each", "weakest direction"]),
+        ("nan", ["coefficient expert-0", "coefficient expert-1", "coefficient expert-2"]),
+        ("emr", ["rescale expert-0", "rescale expert-1", "rescale expert-2"]),
+        ("core_space", ["core rows", "core columns"]),
+    ],
+)
+def test_the_table_and_the_terminal_show_what_the_method_tells(
+    run: Command, models: Models, tmp_path: Path, method: str, facts: list[str]
+) -> None:
+    code, out, _ = run("merge", *models.arguments, "-o", tmp_path / "out", "-m", method, "-v")
+    assert code == 0
+    heading = next(line for line in out.splitlines() if line.lstrip().startswith("tensor"))
+    table = merge_page(read_merge(tmp_path / "out")).table
+    columns = {column.title: column for column in table.columns}
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    for fact in facts:
+        assert fact in heading
+        assert columns[fact].meaning
+        key = columns[fact].key
+        assert [row[key] for row in table.records] == [tensor.get(key) for tensor in manifest["tensors"]]
+
+
+def test_the_report_of_a_method_that_is_not_installed_here(models: Models, tmp_path: Path) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out", method="nan")
+    content = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    for tensor in content["tensors"]:
+        tensor |= {"method": "somebodys_own"} if "method" in tensor else {}
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps(content))
+    assert merge_page(read_merge(tmp_path / "out")).to_html()

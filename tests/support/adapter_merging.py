@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from acemerge.methods import Method, all_methods
 from lora_zoo import Zoo
 from model_zoo import Tensors, read_tensors
 
+Dense = Callable[[str], Path]  # the model that a method makes of the Llama's adapters
 METHODS = [m for m in all_methods() if m.uses == "weights"]  # the others run models, which an adapter is not: they refuse it
 
 

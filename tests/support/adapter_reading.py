@@ -57,7 +57,7 @@ GPT2, LLAMA, BERT, ROBERTA, VIT = (
 )
 
 
-_TARGETS: dict[str, list[str]] = {
+TARGETS: dict[str, list[str]] = {
     GPT2: ["c_attn", "c_proj", "c_fc"],
     "GPT2LMHeadModel": ["c_attn", "c_proj"],
     LLAMA: ["q_proj", "k_proj", "down_proj"],

@@ -19,7 +19,6 @@ import acemerge
 import model_zoo
 from acemerge.cli.app import main
 from acemerge.methods import all_methods
-from data_statistics import write_rows
 from model_zoo import Models
 
 DATA_METHODS = [method.name for method in all_methods() if method.uses == "data"]
@@ -31,15 +30,11 @@ QUICK: dict[str, dict[str, Any]] = {"adamerging": {"steps": 3, "batch_size": 4, 
 FAMILIES: dict[str, Callable[[Path], Models]] = {"bert": model_zoo.bert, "gpt2": model_zoo.gpt2, "vit": model_zoo.vit}
 
 
+ModelsAndRows = Callable[..., tuple[Models, Path]]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 every_data_method = pytest.mark.parametrize("method", DATA_METHODS)
-
-
-def models_and_rows(root: Path, family: str, **settings: Any) -> tuple[Models, Path]:
-    models = FAMILIES[family](root / "models")
-    return models, write_rows(root / "rows", models.experts, pixels=family == "vit", **settings)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -230,6 +230,13 @@ def rewrite(source: Path, target: Path, change: Callable[[Tensors], Tensors]) ->
     return target
 
 
+def copy_models(models: Models, root: Path) -> Models:
+    """Copies that a test may change."""
+    for folder in models.folders:
+        shutil.copytree(folder, root / folder.name)
+    return Models(root / models.base.name, {name: root / folder.name for name, folder in models.experts.items()})
+
+
 def swap_prefix(old: str, new: str) -> Callable[[Tensors], Tensors]:
     """For `rewrite`: the names that start with `old` start with `new` instead."""
     return lambda tensors: {new + name.removeprefix(old) if name.startswith(old) else name: tensors[name] for name in tensors}

@@ -11,18 +11,22 @@ import ast
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from inspect import isgeneratorfunction, signature
 from types import CodeType, ModuleType
 from typing import Any, get_type_hints
 
 from beartype import beartype
+from beartype.door import die_if_unbearable
 from jaxtyping import jaxtyped
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """One call, one meaning of every name in a shape."""
+    if isgeneratorfunction(function):
+        return _checked_generator(function)
     check = beartype(function)
 
     @wraps(function)
@@ -30,6 +34,22 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         __tracebackhide__ = True
         with jaxtyped("context"):
             return check(*arguments, **named)
+
+    return call
+
+
+def _checked_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Its body runs later, among other calls, whose names of shapes are not its own: what it is given is checked at the call."""
+    parameters = signature(function)
+    hints = cache(lambda: get_type_hints(function, include_extras=True))
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        __tracebackhide__ = True
+        with jaxtyped("context"):
+            for name, value in parameters.bind(*arguments, **named).arguments.items():
+                die_if_unbearable(value, hints()[name])
+        return function(*arguments, **named)
 
     return call
 

@@ -16,7 +16,7 @@ from acemerge.planning.tensor import ComputedTensor
 from acemerge.sweeps.table import TABLE
 from acemerge.tensors import computing
 from acemerge.tensors.task_vectors import load_task_vectors
-from lora_zoo import build
+from lora_zoo import Zoo, build
 from running import run_command
 from small_models import Models, write_models
 from sweeping import GRID, check_as_merged_alone, names_in
@@ -76,9 +76,13 @@ def test_thresholds_of_the_whole_model(models: Models, tmp_path: Path) -> None:
         check_as_merged_alone(point.folder, alone.output)
 
 
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return build(tmp_path_factory.mktemp("zoo"), "LlamaForCausalLM")
+
+
 @pytest.mark.parametrize("save_as", ["adapter", "model"])
-def test_adapters(tmp_path: Path, save_as: str) -> None:
-    zoo = build(tmp_path / "zoo", "LlamaForCausalLM")
+def test_adapters(zoo: Zoo, tmp_path: Path, save_as: str) -> None:
     settings = {"epsilon": [1e-4, 1e-2], "tau": [0.0, 9.0]}
     result = acemerge.sweep(zoo.base, zoo.adapters, tmp_path / "grid", settings, save_as=save_as)
     for number, point in enumerate(result.points):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from acemerge.planning.fates import Action
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import ComputedTensor, computed, is_computed
 from acemerge.recipe.sizes import human_bytes
+from acemerge.reports.facts import facts_told, title
 from acemerge.reports.page import Finding
 
 _ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
@@ -127,24 +128,7 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     """What was written and where; with `verbose`, how every merged tensor came out."""
     console = new_console()
     if verbose:
-        of_adapter = ("rank", "relative error") if result.plan.recipe.save_as == "adapter" else ()
-        table = new_table(
-            "tensor",
-            "fate",
-            "gamma",
-            "branch",
-            "|M|/max|D_t|",
-            "ridge share",
-            *of_adapter,
-            right=["gamma", "|M|/max|D_t|", "rank"],
-        )
-        for record in result.tensors:
-            table.add_row(
-                record["name"], record["action"], _figure(record, "gamma"), str(record.get("branch", "")),
-                _figure(record, "norm_ratio"), _figure(record, "ridge_share"),
-                *(_figure(record, column.replace(" ", "_")) for column in of_adapter),
-            )  # fmt: skip
-        console.print(table)
+        console.print(_facts_table(result.tensors))
     _print_summary(result.plan, console)
     branches = [record["branch"] for record in result.tensors if "branch" in record]
     if branches:
@@ -160,6 +144,16 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     console.print(f"wrote {result.output} ({human_bytes(size)})")
 
 
+def _facts_table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """How long each merged change is, and whatever else is told of a tensor."""
+    shown = {"norm_ratio": "|M|/max|D_t|", **{fact: title(fact) for fact in facts_told(records)}}
+    shown |= {fact: title(fact) for fact in ("rank", "relative_error") if any(fact in record for record in records)}
+    table = new_table("tensor", "fate", *shown.values(), right=list(shown.values()))
+    for record in records:
+        table.add_row(record["name"], record["action"], *(_figure(record.get(fact, "")) for fact in shown))
+    return table
+
+
 def _print_warnings(warnings: Sequence[str], console: Console, shown: int = 3) -> None:
     """The first few; a cause common to many tensors would fill the screen."""
     for warning in warnings[:shown]:
@@ -168,8 +162,8 @@ def _print_warnings(warnings: Sequence[str], console: Console, shown: int = 3) -
         console.print(f"and {len(warnings) - shown} more warnings, in acemerge_manifest.json", style="yellow")
 
 
-def _figure(record: Any, name: str) -> str:
-    return f"{record[name]:.3g}" if name in record else ""
+def _figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def list_methods(methods: Sequence[Method]) -> None:

@@ -16,7 +16,7 @@ from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
 from acemerge.checkpoints.source import Source, Sources, resolve_source
 from acemerge.errors import InputError, PreflightError
-from acemerge.planning.kinship import find_strangers
+from acemerge.planning.kinship import what_weights_say
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.recipe.recipe import Recipe
@@ -81,10 +81,10 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
     return [build_plan(each, base, experts, base.config, data, layers) for each in recipes]
 
 
-def note_strangers(plans: Sequence[Plan]) -> list[Plan]:
-    """With what the weights themselves say: experts that are no fine-tunes of the base. The same models, so looked at once."""
-    strangers = tuple(find_strangers(plans[0]))
-    return [replace(plan, strangers=strangers) for plan in plans]
+def note_kinship(plans: Sequence[Plan]) -> list[Plan]:
+    """With what the weights say of the experts. The plans are of the same models, so these are looked at once."""
+    said = what_weights_say(plans[0])
+    return [replace(plan, kinship=said) for plan in plans]
 
 
 def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:

@@ -13,10 +13,10 @@ from acemerge.checkpoints.source import expand_home
 from acemerge.errors import PreflightError
 from acemerge.execute.compute import compute_threads
 from acemerge.execute.engines.registry import Engine, Work, get_engine
-from acemerge.execute.opening import Scene, note_strangers, set_scene
+from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.execute.passes import gather_at_points
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
-from acemerge.output.manifest import Manifest
+from acemerge.output.manifest import ACTIONS, Manifest
 from acemerge.output.model_card import write_documents
 from acemerge.output.resources import check_space, needed_space
 from acemerge.output.staging import Staging, check_output, staged_output
@@ -44,7 +44,12 @@ class MergeResult:
     @property
     def warnings(self) -> list[str]:
         """Every warning raised on the way."""
-        return [*self.plan.notes, *self.plan.strangers, *(w for tensor in self.tensors for w in tensor["warnings"])]
+        return [*self.plan.notes, *self.plan.kinship, *(w for tensor in self.tensors for w in tensor["warnings"])]
+
+    def __str__(self) -> str:
+        fates = ", ".join(f"{self.plan.count(action)} {action}" for action in ACTIONS)
+        warned = f"; {len(self.warnings)} warnings" if self.warnings else ""
+        return f"{self.output}: {len(self.plan.experts)} experts by {self.plan.method.name}; {fates}{warned}"
 
 
 def run_merge(
@@ -68,7 +73,7 @@ def run_merge(
         if problems and not run.force:
             raise PreflightError(problems)
         with hashing_inputs(plans[0], verify=run.verify) as hashes:
-            return Executor(scene, engine, hashes).merge(note_strangers(plans), [output])[0]
+            return Executor(scene, engine, hashes).merge(note_kinship(plans), [output])[0]
 
 
 @contextmanager
@@ -99,8 +104,8 @@ class Executor:
         with ExitStack() as open_outputs:
             stagings = [open_outputs.enter_context(self._staged(*each)) for each in zip(plans, outputs, strict=True)]
             with show_progress(plans[0], quiet=self.scene.run.quiet) as progress:
-                for stranger in plans[0].strangers:
-                    progress.say(f"warning: {stranger}")
+                for said in plans[0].kinship:
+                    progress.say(f"warning: {said}")
                 for note in dict.fromkeys(staging.note for staging in stagings if staging.note):
                     progress.say(note)
                 self._write_shards(plans, stagings, progress)

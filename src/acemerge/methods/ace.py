@@ -86,6 +86,13 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     title="ACE-Merging",
     paper="ACE-Merging, CVPR 2026",
     low_rank="both",
+    facts={
+        "gamma": "heterogeneity of the experts' energies",
+        "branch": "of ACE",
+        "ridge_share": "the regulariser's part of the trace of ACE's system",
+        "precision": "in which ACE's system was solved",
+        "refined_directions": "leading singular directions that ACE refined",
+    },
     flops=_flops,
     float64_elements=_float64_elements,
 )

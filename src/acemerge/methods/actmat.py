@@ -45,11 +45,15 @@ def closed_form_elements(tasks: int, rows: int, columns: int) -> float:
     return 3.0 * side * side + stack + 3.0 * m * n + min(m * n, 2**20)
 
 
+KEPT_DIRECTIONS = {"kept_directions": "directions of the system that the pseudo-inverse keeps"}
+
+
 @method(
     "actmat",
     title="ACTMat",
     paper="ACTMat, arXiv 2604.01329, 2026",
     low_rank="both",
+    facts=KEPT_DIRECTIONS,
     flops=closed_form_flops,
     float64_elements=closed_form_elements,
 )

@@ -29,6 +29,7 @@ class CartOptions(Options):
     title="CART",
     paper="Choi et al., Revisiting weight averaging for model merging, 2024",
     low_rank="both",
+    facts={"residual_rank": "singular directions kept of each expert's distance from the mean"},
     flops=lambda tasks, rows, columns: tasks * directions_flops(rows, columns, round(0.12 * min(rows, columns))),
     float64_elements=lambda tasks, rows, columns: (  # noqa: ARG005
         4.0 * rows * columns + directions_elements(rows, columns, round(0.12 * min(rows, columns)))

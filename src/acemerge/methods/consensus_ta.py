@@ -28,6 +28,7 @@ class ConsensusOptions(TallMaskOptions):
     paper="Wang et al., Localizing Task Information for Improved Model Merging and Compression, ICML 2024",
     touches="all",
     statistics=ties_statistics,
+    facts={"kept_share": "share of entries that enough experts use"},
     flops=lambda tasks, rows, columns: 6.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: 4.0 * rows * columns,  # noqa: ARG005
 )

@@ -94,6 +94,12 @@ def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> CoreStat
     return None if gathered is None else CoreStatistics(gathered)
 
 
+def _facts(options: CoreSpaceOptions) -> dict[str, str]:
+    inner, inner_options = options.inner_method()
+    own = {"core_rows": "output directions of the core space", "core_columns": "input directions of the core space"}
+    return {**own, **inner.declared_facts(inner_options)}
+
+
 @method(
     "core_space",
     title="Core Space merging",
@@ -101,6 +107,7 @@ def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> CoreStat
     rest="keep",
     statistics=_statistics,
     low_rank=lambda options: "both" if options.inner != "nan" else None,  # which may ask for the norms of whole weights
+    facts=_facts,
     flops=lambda tasks, rows, columns: (2 * tasks + 2) * directions_flops(rows, columns, min(rows, columns)),
     float64_elements=lambda tasks, rows, columns: (
         tasks * (2.0 * (rows + columns) * min(rows, columns) + rows * columns) + 3.0 * min(max(rows, columns), tasks * rows) ** 2

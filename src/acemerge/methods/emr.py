@@ -87,6 +87,7 @@ class Rescales:
     touches="all",
     statistics=lambda options, experts: Rescales(options),  # noqa: ARG005
     per_task=True,
+    facts={"rescale_{expert}": "what the elected vector is multiplied by in {expert}'s model"},
     flops=lambda tasks, rows, columns: 12.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: (2.5 + tasks / 8) * rows * columns,
     parts_elements=masks_elements,

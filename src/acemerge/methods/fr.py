@@ -77,6 +77,7 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
     title="FR-Merging (FREE-Merging without its experts)",
     paper="Zheng and Wang, FREE-Merging: Fourier Transform for Efficient Model Merging, ICCV 2025",
     rest="keep",
+    facts={"kept_frequencies": "share of frequencies that passed the filter"},
     flops=_flops,
     float64_elements=lambda tasks, rows, columns: 4.5 * rows * columns,  # noqa: ARG005
 )

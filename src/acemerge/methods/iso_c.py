@@ -21,6 +21,7 @@ class IsoCOptions(Options):
     title="Iso-C",
     paper="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
     low_rank="both",
+    facts={"rank": "of the experts' sum", "singular_value": "the one that all directions get"},
     flops=lambda tasks, rows, columns: (
         directions_flops(rows, columns, min(rows, columns)) + 2.0 * (min(rows, columns) + tasks) * rows * columns
     ),

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.methods.registry import Context, Merged, Options, method
-from acemerge.methods.tsv_m import orthogonalise, orthogonalised_elements, orthogonalised_flops
+from acemerge.methods.tsv_m import WEAKEST_DIRECTION, orthogonalise, orthogonalised_elements, orthogonalised_flops
 from acemerge.numerics.linalg import (
     LeadingDirections,
     changed_tasks,
@@ -41,6 +41,11 @@ class IsoCtsOptions(Options):
     title="Iso-CTS",
     paper="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
     low_rank="both",
+    facts={
+        "common_directions": "leading singular directions of the experts' sum",
+        "directions_each": "further directions taken from each expert",
+        **WEAKEST_DIRECTION,
+    },
     flops=lambda tasks, rows, columns: (
         (tasks + 1) * directions_flops(rows, columns, round(0.8 * min(rows, columns))) + orthogonalised_flops(rows, columns)
     ),

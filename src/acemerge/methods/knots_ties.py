@@ -85,6 +85,7 @@ def _statistics(options: KnotsTiesOptions, experts: tuple[str, ...]) -> TiesStat
     paper="Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
     rest="keep",
     statistics=_statistics,
+    facts={"directions": "that the experts have together"},
     low_rank=lambda options: "out" if options.shared == "output" else "in",  # coordinates on the other side are trimmed
     flops=lambda tasks, rows, columns: 4.0 * directions_flops(rows, tasks * columns, min(rows, tasks * columns)),
     float64_elements=lambda tasks, rows, columns: (

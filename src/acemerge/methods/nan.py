@@ -62,6 +62,7 @@ def coefficients(norms: list[float]) -> list[float]:
     paper="Si et al., NAN: A Training-Free Solution to Coefficient Estimation in Model Merging, 2025",
     touches="all",
     low_rank=lambda options: "both" if options.norm_of == "delta" else None,  # norms of whole weights have no small core
+    facts={"coefficient_{expert}": "what {expert}'s change was multiplied by"},
     statistics=lambda options, experts: Norms(options.norm_of) if options.scope == "model" else None,  # noqa: ARG005
     flops=lambda tasks, rows, columns: 4.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: 2.0 * rows * columns,  # noqa: ARG005

@@ -21,6 +21,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
 import torch
@@ -118,6 +119,7 @@ class Merged:
 Kernel = Callable[..., "Merged | Tensor"]
 Cost = Callable[[int, int, int], float]
 Elementwise = bool | Callable[[Any], bool]
+Facts = Mapping[str, str] | Callable[[Any], Mapping[str, str]]
 LowRank = Sides | Callable[[Any], Sides | None] | None
 PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
@@ -144,6 +146,7 @@ class Method:
     per_task: bool
     elementwise: Elementwise
     low_rank: LowRank
+    facts: Facts
     flops: Cost
     float64_elements: Cost
     measured_elements: Cost
@@ -161,6 +164,10 @@ class Method:
     def core_sides(self, options: Options) -> Sides | None:
         """On which sides of low-rank task vectors it may work in their small common core instead; None: on neither."""
         return self.low_rank(options) if callable(self.low_rank) else self.low_rank
+
+    def declared_facts(self, options: Options) -> Mapping[str, str]:
+        """What its kernel may tell of a tensor, and what that means; `{expert}` stands for each expert's name."""
+        return self.facts(options) if callable(self.facts) else self.facts
 
     def __call__(self, task_vectors: Float[Tensor, "task *shape"], options: Options, context: Context | None = None) -> Merged:
         """alpha * M, in the precision the method worked in, with the method's facts.
@@ -252,6 +259,7 @@ def method(
     per_task: bool = False,
     elementwise: Elementwise = False,
     low_rank: LowRank = None,
+    facts: Facts = MappingProxyType({}),
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
     measured_elements: Cost = lambda tasks, rows, columns: 0.0,  # noqa: ARG005
@@ -271,6 +279,9 @@ def method(
     there are no facts or warnings, and that `context.base` is not used: tensors are then merged a piece at a time (see
     `numerics.pieces`). `low_rank`, or what it gives for the options, names the sides of its matrices whose coordinates it does
     not depend on (see `numerics.frame`): LoRA experts are then merged in their small common core.
+    `facts`, or what it gives for the options, names what the kernel tells of a tensor (`Merged.facts`) and says in a few words
+    what each means, for reports; `{expert}` in both stands for an expert's name, where there is one for each. `active_experts`,
+    how many experts changed the tensor, needs no declaration.
     `flops` and `float64_elements` estimate, for the plan, the work and the peak of working memory beyond the task vectors, given
     (tasks, rows, columns), `measured_elements` how many float64 numbers it holds for one tensor of one expert while it measures;
     `parts_elements`, of a method with one model per task, how many float32 numbers it writes at most for
@@ -282,8 +293,8 @@ def method(
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
             options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, experts=experts, ordered=ordered,
-            per_task=per_task, elementwise=elementwise, low_rank=low_rank, flops=flops, float64_elements=float64_elements,
-            measured_elements=measured_elements, parts_elements=parts_elements,
+            per_task=per_task, elementwise=elementwise, low_rank=low_rank, facts=facts, flops=flops,
+            float64_elements=float64_elements, measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel
 

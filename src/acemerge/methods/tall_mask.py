@@ -63,6 +63,7 @@ def tall_masks(
     touches="all",
     statistics=ties_statistics,
     per_task=True,
+    facts={"mask_share": "share of entries that a task's mask keeps, on average"},
     flops=lambda tasks, rows, columns: 6.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: (3.0 + tasks / 8) * rows * columns,
     parts_elements=masks_elements,

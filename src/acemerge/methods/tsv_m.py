@@ -42,6 +42,9 @@ def orthogonalised_elements(rows: int, columns: int) -> float:
     return (5.0 * (rows + columns) + 6.0 * r) * r + rows * columns
 
 
+WEAKEST_DIRECTION = {"weakest_direction": "how independent the experts' directions are: near 0, some share one"}
+
+
 @dataclass(frozen=True)
 class Orthogonalised:
     """P = polar([U_1 U_2 ...]) and Q = polar([V_1 V_2 ...]) of several sets of directions, with all their singular values."""
@@ -76,6 +79,7 @@ def orthogonalise(directions: Sequence[LeadingDirections]) -> Orthogonalised:
     title="TSV-M",
     paper="Gargiulo et al., Task singular vectors, CVPR 2025",
     low_rank="both",
+    facts={"directions_each": "leading singular directions taken from each expert", **WEAKEST_DIRECTION},
     flops=lambda tasks, rows, columns: (
         tasks * directions_flops(rows, columns, min(rows, columns) // tasks) + orthogonalised_flops(rows, columns)
     ),

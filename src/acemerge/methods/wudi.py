@@ -11,7 +11,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.methods.actmat import Cut, closed_form_elements, closed_form_flops, relative_cut
+from acemerge.methods.actmat import KEPT_DIRECTIONS, Cut, closed_form_elements, closed_form_flops, relative_cut
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.numerics.covariance import Experts
 from acemerge.numerics.linalg import sum_of_squares, weighted_sum
@@ -43,6 +43,7 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
     rest="keep",
     # Adam divides entry by entry: its steps depend on the coordinates, and leave the span of the experts.
     low_rank=lambda options: "both" if options.mode == "closed_form" else None,
+    facts=KEPT_DIRECTIONS,
     flops=_flops,
     float64_elements=lambda tasks, rows, columns: closed_form_elements(tasks, rows, columns) + 2.0 * rows * columns,
 )

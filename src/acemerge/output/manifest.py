@@ -13,12 +13,13 @@ from acemerge.checkpoints.folder import read_json
 from acemerge.errors import InputError
 from acemerge.output.adapter_writer import overall_error
 from acemerge.output.input_hashes import Hashes, content_sha256
+from acemerge.planning.fates import Action
 from acemerge.planning.layer_names import kind_of
 from acemerge.planning.plan import Plan
 from acemerge.version import __version__
 
 MANIFEST = "acemerge_manifest.json"
-ACTIONS = ("merged", "averaged", "kept", "copied")
+ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
 _LARGEST = 200_000_000  # bytes: about 1 kB for each tensor, and the largest models have 100,000
 _OUTCOME = ("warnings", "written", "sha256")  # after the plan's fields and the facts, in a file
 

@@ -1,4 +1,7 @@
-"""Whether an expert descends from the base at all: what no header shows, and what makes a merge noise if it does not."""
+"""Whether an expert descends from the base, and is not the base itself: what no header shows.
+
+Merging a stranger gives noise; a copy of the base makes the others count for less where they are averaged.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ from acemerge.planning.tensor import PlannedTensor, computed
 RELATED = 0.5
 """A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
 _MATRICES, _ENTRIES = 3, 2**16
+
+
+def what_weights_say(plan: Plan) -> tuple[str, ...]:
+    """What to say of the experts, where their weights are not what a fine-tune's would be."""
+    return (*find_strangers(plan), *_find_copies(plan))
 
 
 def find_strangers(plan: Plan) -> list[str]:
@@ -44,3 +52,22 @@ def _cosine(base: Tensor, expert: Tensor) -> float | None:
     one, other = (tensor.reshape(-1)[:_ENTRIES].double() for tensor in (base, expert))
     lengths = float(one.norm() * other.norm())
     return float(torch.dot(one, other)) / lengths if math.isfinite(lengths) and lengths else None
+
+
+def _find_copies(plan: Plan) -> list[str]:
+    """Experts that are the base, weight for weight. Any other is known by the first tensor that differs."""
+    found = []
+    for index, expert in enumerate(plan.experts):
+        if expert.changes is not None:
+            continue
+        own = [(t.name, s.name) for t in computed(plan.tensors) for s in t.fate.experts if s.expert == index and s.name]
+        if own and all(_same(plan.base.read(name), expert.read(theirs)) for name, theirs in own):
+            found.append(
+                f"expert '{expert.name}' is a copy of the base, weight for weight: it has nothing to add, and makes the others "
+                "count for less where they are averaged; leave it out"
+            )
+    return found
+
+
+def _same(base: Tensor, expert: Tensor) -> bool:
+    return base.dtype == expert.dtype and base.shape == expert.shape and torch.equal(base, expert)

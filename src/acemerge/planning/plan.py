@@ -52,7 +52,7 @@ class Plan:
     notes: tuple[str, ...]
     data: PlannedData | None = None
     """For methods that use it."""
-    strangers: tuple[str, ...] = ()
+    kinship: tuple[str, ...] = ()
     """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base."""
 
     @cached_property
@@ -145,7 +145,7 @@ class Plan:
             "tensors": [tensor_record(tensor, shard, self.experts) for shard, group in self.shards.items() for tensor in group],
             "omitted": dict(self.omitted),
             "heads": {self.experts[head.expert].name: list(head.tensors) for head in self.heads},
-            "notes": [*self.notes, *self.strangers],
+            "notes": [*self.notes, *self.kinship],
         }
 
     @cached_property

@@ -7,12 +7,14 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import yaml
 
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32
 from acemerge.output.manifest import ACTIONS, Manifest, TensorRecord
 from acemerge.planning.layer_names import depths, kinds_in_order, layers_of
+from acemerge.reports.facts import facts_told, title
 from acemerge.reports.figure import Figure
 from acemerge.reports.layer_figures import (
     Point,
@@ -24,6 +26,12 @@ from acemerge.reports.layer_figures import (
 from acemerge.reports.page import Column, Finding, Page, Table, gravest_first, verdict_of
 from acemerge.tensors.results import LARGE_MERGE
 
+_ADAPTER_COLUMNS = (
+    Column("rank", "rank", "of the factors written", ".0f"),
+    Column("error", "error", "relative error of cutting the rank", ".1e"),
+)
+_FEW = 10
+"""Words to choose from."""
 LOST = 0.05
 """Relative error of a truncated adapter that deserves a look."""
 
@@ -172,6 +180,8 @@ def _length(account: Manifest, expert: str, layer: int | None, place: Mapping[st
 def tensor_table(account: Manifest) -> Table:
     """A row for each tensor."""
     place = depths(tensor.name for tensor in account.tensors)
+    told = [tensor.to_json() for tensor in account.tensors]
+    facts = facts_told(told)
     columns = [
         Column("name", "tensor", "name in the base"),
         Column("kind", "kind", "kind of layer", choices=kinds_in_order(tensor.kind for tensor in account.tensors)),
@@ -179,19 +189,30 @@ def tensor_table(account: Manifest) -> Table:
         Column("shape", "shape", "as stored"),
         Column("fate", "fate", "what was done", choices=sorted({tensor.action for tensor in account.tensors})),
         Column("why", "by, or why", "the method, or the reason for not merging it"),
-        Column("gamma", "gamma", "heterogeneity of the experts' energies", ".3f"),
-        Column("branch", "branch", "of ACE", choices=("heterogeneous", "homogeneous")),
-        Column("ridge", "ridge share", "the regulariser's part of the trace of ACE's system", ".3f"),
+        *(_fact_column(fact, meaning, [record.get(fact) for record in told]) for fact, meaning in facts.items()),
         Column("norm", "|M|", "length of the merged change", ".3g"),
         Column("ratio", "|M|/max|D|", "over that of the longest task vector", ".2f"),
-        Column("rank", "rank", "of the factors written", ".0f"),
-        Column("error", "error", "relative error of cutting the rank", ".1e"),
+        *(_ADAPTER_COLUMNS if account.saved_as == "adapter" else ()),
         *(Column(f"norm {e}", f"|D| {e}", f"length of {e}'s change", ".3g") for e in account.experts),
         Column("warnings", "warnings", "how many", ".0f"),
     ]  # fmt: skip
-    records = [_record(tensor, place[tensor.name]) for tensor in account.tensors]
-    filled = [column for column in columns if any(record.get(column.key) not in (None, "") for record in records)]
+    records = [
+        {**{fact: record.get(fact) for fact in facts}, **_record(tensor, place[tensor.name])}
+        for tensor, record in zip(account.tensors, told, strict=True)
+    ]
+    one_each = {column.key: column for column in columns}.values()  # a method may tell of a rank, which is not the one written
+    filled = [column for column in one_each if any(record.get(column.key) not in (None, "") for record in records)]
     return Table("Choose a heading to sort by it; hold the pointer over it for its meaning.", filled, records)
+
+
+def _fact_column(fact: str, meaning: str, values: Sequence[Any]) -> Column:
+    """Numbers as numbers; words that repeat themselves can be chosen from."""
+    known = [value for value in values if value is not None]
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+        whole = all(isinstance(value, int) for value in known)
+        return Column(fact, title(fact), meaning, ".0f" if whole else ".3g")
+    words = sorted({str(value) for value in known})
+    return Column(fact, title(fact), meaning, choices=words if len(words) <= _FEW else ())
 
 
 def _record(tensor: TensorRecord, depth: int | None) -> dict[str, str | float | None]:
@@ -203,9 +224,6 @@ def _record(tensor: TensorRecord, depth: int | None) -> dict[str, str | float | 
         "shape": "x".join(map(str, tensor.shape)) or "scalar",
         "fate": tensor.action,
         "why": tensor.reason or f"{tensor.method}{route}",
-        "gamma": tensor.number("gamma"),
-        "branch": tensor.text("branch"),
-        "ridge": tensor.number("ridge_share"),
         "norm": tensor.number("norm"),
         "ratio": tensor.number("norm_ratio"),
         "rank": tensor.number("rank"),

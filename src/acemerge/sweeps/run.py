@@ -15,7 +15,7 @@ from typing import Any
 from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
 from acemerge.errors import InputError, PreflightError, did_you_mean
-from acemerge.execute.opening import note_strangers, set_scene
+from acemerge.execute.opening import note_kinship, set_scene
 from acemerge.execute.pipeline import Executor, check_run, open_engine
 from acemerge.methods import get_method
 from acemerge.output.input_hashes import hashing_inputs
@@ -91,7 +91,7 @@ def run_sweep(
     table = read_table(output)
     scene = set_scene(recipe, run, relative_to, suite)
     check_place(output, scene.sources.paths)
-    plans = note_strangers(scene.plans([point.recipe(recipe) for point in points]))
+    plans = note_kinship(scene.plans([point.recipe(recipe) for point in points]))
     check_distinct(points, plans)
     names = [point.name for point in points]
     table.begin(output, names, recipe.method, recipe.options, (plans[0].base, *plans[0].experts))

@@ -1,0 +1,50 @@
+"""What the weights say of the experts: no fine-tune of this base, or the base itself."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+import acemerge
+from small_models import Models, base_tensors, fine_tuned, write_model, write_models
+
+STRANGER = "'stranger' does not look like a fine-tune of this base"
+COPY = "'copy' is a copy of the base, weight for weight"
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return write_models(tmp_path / "models", experts=1)
+
+
+@pytest.mark.parametrize("name", ["stranger", "copy"])
+def test_it_is_told_and_noted(models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    if name == "copy":
+        shutil.copytree(models.base, tmp_path / name)
+    else:
+        write_model(tmp_path / name, base_tensors(seed=9))
+    said = STRANGER if name == "stranger" else COPY
+    result = acemerge.merge(models.base, [*models.experts, tmp_path / name], tmp_path / "out", quiet=False)
+    assert f"warning: expert {said}" in capfd.readouterr().err
+    assert any(said in warning for warning in result.warnings)
+    [note] = json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"]
+    assert said in note
+
+
+def test_fine_tunes_are_not_spoken_of(models: Models, tmp_path: Path) -> None:
+    half = base_tensors() | {"layers.1.weight": fine_tuned(base_tensors(), 5)["layers.1.weight"]}
+    write_model(tmp_path / "half", half)  # most of it is as in the base
+    assert acemerge.merge(models.base, [*models.experts, tmp_path / "half"], tmp_path / "out").warnings == []
+
+
+def test_state_dicts_in_memory_are_looked_at_too() -> None:
+    base = base_tensors()
+    with pytest.warns(UserWarning, match=STRANGER):
+        acemerge.merge_state_dicts(base, {"good": fine_tuned(base, 0), "stranger": base_tensors(seed=9)})
+    with pytest.warns(UserWarning, match=COPY):
+        acemerge.merge_state_dicts(base, {"good": fine_tuned(base, 0), "copy": base})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        acemerge.merge_state_dicts(base, {"good": fine_tuned(base, 0), "better": fine_tuned(base, 1)})
