@@ -100,7 +100,7 @@ def _panel(left: float, words: str, found: dict[str, float]) -> list[str]:
 
 
 STOREYS = {
-    "what you use": {"cli": "verbs, flags, how things look", "api": "the same from Python"},
+    "what you use": {"cli": "verbs, flags", "testing": "for methods", "api": "the same from Python"},
     "what it is for": {
         "bench": "suites, experts, metrics, tables",
         "sweeps": "many settings",

@@ -9,6 +9,7 @@ import pytest
 from acemerge.checkpoints.families import FAMILIES
 from acemerge.methods import Method, all_methods, registry
 from acemerge.recipe.recipe import Recipe
+from scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 METHODS = all_methods()
@@ -40,7 +41,7 @@ def test_a_methods_page_has_an_example_that_runs(method: Method) -> None:
 
 
 def test_the_method_that_the_docs_add_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("architecture.md", "methods/writing.md"))
     scope: dict[str, Any] = {}
     try:
         for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
@@ -48,6 +49,12 @@ def test_the_method_that_the_docs_add_can_be_checked(capsys: pytest.CaptureFixtu
     finally:
         assert registry._registered.pop("median")
     assert "inputs_are_untouched: " in capsys.readouterr().out
+
+
+def test_the_pictures_show_what_was_measured_and_what_is_checked() -> None:
+    pictures = load_script("benchmarks/pictures.py")
+    for name, draw in pictures.DRAWINGS.items():
+        assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == draw(), "python benchmarks/pictures.py"
 
 
 @every_method
