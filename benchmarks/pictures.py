@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -66,35 +67,46 @@ def text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text class="{style}" x="{x:g}" y="{y:g}">{escape(words)}</text>'
 
 
-def averages(suite: str) -> dict[str, float]:
-    """Accuracy in percent of each row of a suite's table, the mean over its tasks and sets of experts."""
+@dataclass(frozen=True)
+class Score:
+    """Accuracy in percent, the mean over a suite's tasks and sets of experts, and its standard error."""
+
+    mean: float
+    error: float
+
+
+def scores(suite: str) -> dict[str, Score]:
+    """Every row of a suite's table."""
     table: dict[str, Any] = json.loads((ROOT / "docs" / "results" / f"{suite}.json").read_text(encoding="utf-8"))
-    return {row["row"]: 100 * row["average"] for row in table["rows"]}
+    return {row["row"]: Score(100 * row["average"], 100 * row["standard_error"]) for row in table["rows"]}
 
 
 def results() -> str:
     """Bars of every method that was measured on all three suites, with the experts' own accuracy as their frame."""
     parts = [text(20, TOP + (row + 0.72) * ROW, name, "head" if name == "ace" else "") for row, name in enumerate(METHODS)]
     for column, (suite, words) in enumerate(SUITES.items()):
-        parts += _panel(NAMES_WIDTH + 16 + column * PANEL, words, averages(suite))
+        parts += _panel(NAMES_WIDTH + 16 + column * PANEL, words, scores(suite))
     foot = TOP + len(METHODS) * ROW
     parts += [
         text(20, foot + 32, "Accuracy in percent of one merged model, mean over tasks and three sets of experts;", "faint small"),
-        text(20, foot + 56, "default options. Bold: the best. Dashed: the experts, each on its own task.", "faint small"),
+        text(
+            20, foot + 56, "default options. Dashed: the experts, each on its own task. Bold: the best, and what", "faint small"
+        ),
+        text(20, foot + 80, "is within its standard error.", "faint small"),
     ]
-    return picture(NAMES_WIDTH + 3 * PANEL + 24, foot + 74, "Accuracy of merged models by method, on three suites", parts)
+    return picture(NAMES_WIDTH + 3 * PANEL + 24, foot + 98, "Accuracy of merged models by method, on three suites", parts)
 
 
-def _panel(left: float, words: str, found: dict[str, float]) -> list[str]:
-    experts, best = found["experts"], max(found[name] for name in METHODS)
+def _panel(left: float, words: str, found: Mapping[str, Score]) -> list[str]:
+    experts, best = found["experts"].mean, max((found[name] for name in METHODS), key=lambda score: score.mean)
     parts = [text(left, 34, words, "head"), text(left, 62, f"experts {experts:.1f}", "faint small")]
     for row, name in enumerate(METHODS):
-        length, y = BAR * found[name] / experts, TOP + row * ROW
+        mean, y = found[name].mean, TOP + row * ROW
         style = name if name in ("ace", "average") else "other"
         parts += [
-            f'<rect class="{style}" x="{left}" y="{y + 4}" width="{length:.1f}" height="{ROW - 8}"/>',
+            f'<rect class="{style}" x="{left}" y="{y + 4}" width="{BAR * mean / experts:.1f}" height="{ROW - 8}"/>',
             f'<rect class="experts" x="{left}" y="{y + 4}" width="{BAR}" height="{ROW - 8}"/>',
-            text(left + BAR + 8, y + 0.72 * ROW, f"{found[name]:.1f}", "best" if found[name] == best else ""),
+            text(left + BAR + 8, y + 0.72 * ROW, f"{mean:.1f}", "best" if mean >= best.mean - best.error else ""),
         ]
     return parts
 
