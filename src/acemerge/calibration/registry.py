@@ -12,13 +12,11 @@ What it returns is what the method's kernel finds in `context.statistics`.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import pkgutil
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from acemerge.discovery import register_all
 from acemerge.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,12 +43,7 @@ def measures(method: str) -> Callable[[_Measurement], _Measurement]:
 
 @cache
 def _discover() -> None:
-    """Import every file of `measurements` and every entry point: importing is what registers."""
-    package = importlib.import_module("acemerge.calibration.measurements")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        entry.load()
+    register_all("acemerge.calibration.measurements", ENTRY_POINT_GROUP)
 
 
 def measurement_of(method: str) -> Measurement:

@@ -14,10 +14,7 @@ options dataclass and a decorated function in a file of this package:
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
@@ -29,6 +26,7 @@ from jaxtyping import Float
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from acemerge.discovery import register_all
 from acemerge.errors import InputError, did_you_mean
 from acemerge.methods.option_text import DescribedOption, Fact, describe_option
 from acemerge.numerics.frame import Frame, Sides, standard_frame
@@ -303,12 +301,7 @@ def method(
 
 @cache
 def _discover() -> None:
-    """Import every file of this package and every entry point: importing is what registers."""
-    package = importlib.import_module("acemerge.methods")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"acemerge.methods.{module.name}")
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        entry.load()
+    register_all("acemerge.methods", ENTRY_POINT_GROUP)
 
 
 def all_methods() -> list[Method]:

@@ -6,9 +6,7 @@ header only, and each tensor later, when it is asked for.
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.untrusted import check_names, check_not_pointer
+from acemerge.discovery import modules_of
 from acemerge.errors import InputError
 
 if TYPE_CHECKING:
@@ -69,9 +68,8 @@ class Format:
 @cache
 def formats() -> tuple[Format, ...]:
     """Every format, the preferred one first."""
-    package = importlib.import_module("acemerge.checkpoints.formats")
-    modules = (importlib.import_module(f"{package.__name__}.{module.name}") for module in pkgutil.iter_modules(package.__path__))
-    return tuple(sorted((module.FORMAT for module in modules if hasattr(module, "FORMAT")), key=lambda each: each.rank))
+    found = [module.FORMAT for module in modules_of("acemerge.checkpoints.formats") if hasattr(module, "FORMAT")]
+    return tuple(sorted(found, key=lambda each: each.rank))
 
 
 def weight_suffixes() -> tuple[str, ...]:
