@@ -89,10 +89,8 @@ def results() -> str:
     foot = TOP + len(METHODS) * ROW
     parts += [
         text(20, foot + 32, "Accuracy in percent of one merged model, mean over tasks and three sets of experts;", "faint small"),
-        text(
-            20, foot + 56, "default options. Dashed: the experts, each on its own task. Bold: the best, and what", "faint small"
-        ),
-        text(20, foot + 80, "is within its standard error.", "faint small"),
+        text(20, foot + 56, "default options. Dashed: the experts, each on its own task. Bold: the best and", "faint small"),
+        text(20, foot + 80, "what is within its standard error.", "faint small"),
     ]
     return picture(NAMES_WIDTH + 3 * PANEL + 24, foot + 98, "Accuracy of merged models by method, on three suites", parts)
 
@@ -135,8 +133,6 @@ STOREYS = {
         "checkpoints": "files, formats, families",
         "numerics": "matrices, no files",
         "errors": "",
-        "version": "",
-        "cache": "",
     },
 }
 WIDTH, LABELS, HEIGHT = 760, 150, 33
@@ -166,7 +162,7 @@ def _floor(y: float, names: Sequence[str], words: Mapping[str, str]) -> list[str
         parts += [
             f'<rect class="storey" x="{x:g}" y="{y:g}" width="{width - 3:g}" height="{HEIGHT - 3}" rx="4"/>',
             text(x + 10, y + 21, name, "head"),
-            *([text(x + 160 - 32 * (len(names) - 1), y + 21, words[name], "faint small")] if words[name] else []),
+            text(x + 160 - 32 * (len(names) - 1), y + 21, words.get(name, ""), "faint small"),
         ]
     return parts
 

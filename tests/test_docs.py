@@ -14,6 +14,10 @@ from scripts import load_script
 ROOT = Path(__file__).parents[1]
 METHODS = all_methods()
 every_method = pytest.mark.parametrize("method", METHODS, ids=[m.name for m in METHODS])
+OUR_FILES = [
+    f"/{p.relative_to(ROOT)}" for folder in ("src", "tests", "benchmarks", "demos") for p in (ROOT / folder).rglob("*.py")
+]
+OF_THE_READER = ("NAME.py", "train.py", "score.py", "again.py")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -67,6 +71,13 @@ def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
     missing = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_files_that_are_named_exist(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = {found for found in re.findall(r"`([\w/.]+\.py)`", text) if Path(found).name not in OF_THE_READER}
+    assert not {name for name in named if not any(known.endswith(f"/{name}") for known in OUR_FILES)}
 
 
 def test_every_preset_and_recipe_field_is_documented() -> None:
