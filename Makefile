@@ -68,7 +68,7 @@ test-latest: $(UV)  ## `make test` with the newest releases of everything
 
 # On Linux this downloads 3 GB: of so old a torch the index has only the CUDA build, which runs without a GPU too.
 test-oldest: $(UV)  ## the unit tests with the lowest versions that pyproject.toml declares (PYTHON=python3.11)
-	$(RESOLVE) --no-config --resolution lowest-direct -o .venvs/oldest.lock
+	$(RESOLVE) --no-config --resolution lowest-direct --upgrade -o .venvs/oldest.lock
 	$(MAKE) unit VENV=.venvs/oldest LOCK=.venvs/oldest.lock
 
 test-install: setup  ## build wheel and source archive; install each into an empty environment; plan, merge and verify with it

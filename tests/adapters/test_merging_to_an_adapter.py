@@ -231,7 +231,7 @@ def test_saved_modules_alone_are_no_adapter(tmp_path: Path) -> None:
         (["--as", "adapter", "-m", "emr"], "'emr' makes one model per task, which one adapter cannot hold"),
         (["--as", "adapter", "-m", "emr", "--rank", "4"], "'emr' makes one model per task"),
         (["--rank", "4"], "only an adapter has one"),
-        (["--as", "adapter", "--rank", "0"], "greater than or equal to 1"),
+        (["--as", "adapter", "--rank", "0"], "Invalid value for '--rank'"),
         (["--as", "lora"], "'model' or 'adapter'"),
     ],
 )

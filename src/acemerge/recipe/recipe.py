@@ -57,6 +57,10 @@ class TensorRule(_Strict):
         return self
 
 
+def _as_expert(value: Any) -> Any:
+    return {"model": value} if isinstance(value, str) else value
+
+
 class Recipe(_Strict):
     """A merge, as a file or as the command line gives it."""
 
@@ -90,10 +94,6 @@ class Recipe(_Strict):
         if len(set(names)) < len(names):
             raise ValueError(f"two experts have the same name: {', '.join(names)}")
         return self
-
-
-def _as_expert(value: Any) -> Any:
-    return {"model": value} if isinstance(value, str) else value
 
 
 def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
