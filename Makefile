@@ -36,6 +36,10 @@ demo: $(DEMO_STAMP)  ## train experts of a real text model, merge them, compare,
 
 test: setup lint types unit  ## everything CI checks
 
+CORE = tests/numerics tests/methods/test_ace.py tests/planning tests/cli/test_cli.py
+check: setup lint types  ## a developer's quick answer: lint, types, and the tests of the core
+	$(BIN)/pytest -n 2 --dist worksteal $(CORE)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
