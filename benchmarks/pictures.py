@@ -145,7 +145,7 @@ def storeys() -> str:
     parts, y, last = [], 16, ""
     for floor in floors:
         names = floor.split(" | ")
-        group = next(group for group, folders in STOREYS.items() if names[0] in folders)
+        group = next((group for group, folders in STOREYS.items() if names[0] in folders), last)
         if group != last:
             y += 8
             parts.append(text(18, y + 21, group, "faint small"))
