@@ -10,7 +10,6 @@ from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
 from acemerge.planning.kinship import RELATED
 from acemerge.reports.page import Finding, Level, gravest_first
-from acemerge.tensors.results import LARGE_MERGE
 
 FAR = 0.3
 """A change longer than this share of the base itself is no small fine-tune."""
@@ -201,16 +200,6 @@ def _ranks(summary: Summary) -> Iterator[Finding]:
 
 def _forecast(summary: Summary) -> Iterator[Finding]:
     forecasts, diagnosis = summary.forecasts, summary.diagnosis
-    for candidate in forecasts:
-        ratios = [x.forecasts[candidate].norm_ratio for x in diagnosis.matrices if candidate in x.forecasts]
-        large = sum(ratio > LARGE_MERGE for ratio in ratios)
-        if large > len(ratios) / 2:
-            yield Finding(
-                "caution",
-                f"With {candidate}, the merged change is over {LARGE_MERGE:g} times the longest task vector in {large} of "
-                f"{len(ratios)} matrices (median {statistics.median(ratios):.1f}).",
-                "Evaluate a smaller alpha as well.",
-            )
     if len(forecasts) > 1:
         (best, lowest), *others = forecasts.items()
         listing = ", ".join(f"{name} {value:.2f}" for name, value in others)
