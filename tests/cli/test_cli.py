@@ -101,10 +101,12 @@ def test_warnings_are_shown_but_do_not_flood(run: Command, tmp_path: Path) -> No
     write_model(tmp_path / "base", base)
     broken = {name: torch.where(torch.eye(8) > 0, torch.nan, w) for name, w in base.items()}
     experts = [write_model(tmp_path / "e0", fine_tuned(base, 0)), write_model(tmp_path / "e1", broken)]
-    code, out, _ = run("merge", tmp_path / "base", *experts, "-o", tmp_path / "out", "--allow-nonfinite")
-    assert code == 0
-    assert out.count("warning: tensor 'layers.") == 3
-    assert "and 3 more warnings, in acemerge_manifest.json" in out
+    for number, flags in enumerate(([], ["-q"], ["--json"])):
+        arguments = ("-o", tmp_path / f"out-{number}", "--allow-nonfinite", *flags)
+        code, out, err = run("merge", tmp_path / "base", *experts, *arguments)
+        assert (code, "warning: " in out) == (0, False)
+        assert err.count("warning: tensor 'layers.") == 3
+        assert "and 3 more warnings, in acemerge_manifest.json" in err
 
 
 def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:

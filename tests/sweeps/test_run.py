@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import acemerge
+from acemerge.errors import PreflightError
 from small_models import Models, base_tensors, tree, write_model
 
 
@@ -15,11 +16,20 @@ def test_a_sweep_on_several_devices_gives_the_bytes_of_one(models: Models, tmp_p
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
-def test_a_stranger_is_told_and_noted_at_every_point(models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stranger_is_refused_before_anything_is_written(models: Models, tmp_path: Path) -> None:
+    models.experts[1] = write_model(tmp_path / "stranger", base_tensors(seed=9))
+    with pytest.raises(PreflightError, match=r"'stranger' does not look .* or pass --force to merge it all the same"):
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]})
+    assert not (tmp_path / "grid").exists()
+
+
+def test_a_forced_stranger_is_told_and_noted_at_every_point(
+    models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     models.experts[1] = write_model(tmp_path / "stranger", base_tensors(seed=9))
 
     def sweep() -> tuple[str, list[int]]:
-        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, quiet=False)
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, at_once=1, force=True)
         return capfd.readouterr().err, [path.stat().st_mtime_ns for path in sorted((tmp_path / "grid").rglob("*.safetensors"))]
 
     told, written = sweep()

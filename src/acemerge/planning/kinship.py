@@ -6,6 +6,7 @@ Merging a stranger gives noise; a copy of the base makes the others count for le
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,17 +14,23 @@ from torch import Tensor
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor, computed
 
-RELATED = 0.5
-"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
+RELATED = 0.25
+"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0. Even one whose change is
+twice as long as the base itself has 0.45: what is below is refused, so it must be beyond doubt."""
 _MATRICES, _ENTRIES = 3, 2**16
 
 
-def what_weights_say(plan: Plan) -> tuple[str, ...]:
-    """What to say of the experts, where their weights are not what a fine-tune's would be."""
-    return (*find_strangers(plan), *_find_copies(plan))
+def with_kinship(plan: Plan) -> Plan:
+    """The plan with what there is to say of experts whose weights are not what a fine-tune's would be."""
+    return replace(plan, strangers=tuple(_find_strangers(plan)), copies=tuple(_find_copies(plan)))
 
 
-def find_strangers(plan: Plan) -> list[str]:
+def refused_strangers(plan: Plan) -> list[str]:
+    """Why this is not merged, unless it is forced: what would come out is noise."""
+    return [f"{said}; give the base it was made from, or pass --force to merge it all the same" for said in plan.strangers]
+
+
+def _find_strangers(plan: Plan) -> list[str]:
     """What to say of the experts that do not look like fine-tunes of this base, by the first entries of a few matrices."""
     found = []
     for index, expert in enumerate(plan.experts):
