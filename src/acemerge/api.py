@@ -155,7 +155,7 @@ def diagnose(
 ) -> Diagnosis:
     """Measure experts before merging them: the same as `acemerge diagnose`. `write_report` of the result makes a page of it.
 
-    `candidates` are merges to forecast, such as "ace" or "ace:epsilon=1e-3".
+    `candidates` are merges to measure, averaging besides, such as "ace" or "ace:epsilon=1e-3".
     """
     fields = {"base": str(base), "experts": _named(experts), "preset": preset, "orientation": orientation, "missing": missing}
     recipe = make_recipe(fields, "acemerge.diagnose")

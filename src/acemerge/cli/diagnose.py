@@ -36,22 +36,22 @@ def diagnose_command(
             "-m",
             "--method",
             metavar="METHOD[:KEY=VALUE,...]",
-            help="A merge to forecast, such as ace:epsilon=1e-3; repeatable. By default a recipe's own, and "
+            help="A merge to measure, averaging besides, such as ace:epsilon=1e-3; repeatable. By default a recipe's own, and "
             f"{', '.join(DEFAULT_CANDIDATES)}.",
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Forecasts and spectra from the first, middle and last layer only.")
+        bool, typer.Option("--quick", help="Distances and spectra from the first, middle and last layer only.")
     ] = False,
     asked: RecipeFlags = RecipeFlags(),
     run: RunOptions = RunOptions(),
     as_json: AsJson = False,
 ) -> None:
-    """Look at experts before merging: are they mergeable, where do they disagree, which method would lose least?
+    """Look at experts before merging: are they mergeable, and where do they disagree?
 
     [bold]acemerge diagnose base math code -o report.html[/]                     a page with figures and every tensor
 
-    [bold]acemerge diagnose base math code -m ace -m ace:epsilon=1e-3[/]         forecasts for settings of your own
+    [bold]acemerge diagnose base math code -m ace -m ace:epsilon=1e-3[/]         distances for settings of your own
 
     From the weights alone, one tensor at a time; nothing is merged or written but the report. It takes about as long as a merge
     by each of the methods; --quick is for large models. The exit code is 3 if the experts should not be merged as they are.
