@@ -60,6 +60,16 @@ def test_it_is_told_and_noted(models: Models, tmp_path: Path, capfd: pytest.Capt
     assert said in note
 
 
+def test_an_expert_given_twice_is_told_and_noted(models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(models.experts[0], tmp_path / "again")
+    other = write_model(tmp_path / "other", fine_tuned(base_tensors(), 7))
+    result = acemerge.merge(models.base, [*models.experts, other, tmp_path / "again"], tmp_path / "out")
+    [said] = result.warnings
+    assert "experts 'expert-0' and 'again' are the same, weight for weight" in said
+    assert f"warning: {said}" in capfd.readouterr().err
+    assert json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"] == [said]
+
+
 def test_fine_tunes_are_not_spoken_of(models: Models, tmp_path: Path) -> None:
     half = base_tensors() | {"layers.1.weight": fine_tuned(base_tensors(), 5)["layers.1.weight"]}
     write_model(tmp_path / "half", half)  # most of it is as in the base

@@ -6,7 +6,9 @@ Merging a stranger gives noise; a copy of the base makes the others count for le
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -73,7 +75,22 @@ def _find_copies(plan: Plan) -> list[str]:
                 f"expert '{expert.name}' is a copy of the base, weight for weight: it has nothing to add, and makes the others "
                 "count for less where they are averaged; leave it out"
             )
-    return found
+    return [*found, *_find_twins(plan)]
+
+
+def _find_twins(plan: Plan) -> Iterator[str]:
+    """Experts that are each other, weight for weight, as a copied folder is."""
+    for one, other in combinations(range(len(plan.experts)), 2):
+        first, second = plan.experts[one], plan.experts[other]
+        if first.changes is not None or second.changes is not None:
+            continue
+        names = [{s.expert: s.name for s in tensor.fate.experts} for tensor in computed(plan.tensors)]
+        both = [(own.get(one), own.get(other)) for own in names if own.get(one) or own.get(other)]
+        if both and all(a and b and _same(first.read(a), second.read(b)) for a, b in both):
+            yield (
+                f"experts '{first.name}' and '{second.name}' are the same, weight for weight: what they changed counts twice; "
+                "leave one out"
+            )
 
 
 def _same(base: Tensor, expert: Tensor) -> bool:
