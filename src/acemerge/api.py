@@ -26,7 +26,7 @@ from acemerge.methods import get_method
 from acemerge.methods.registry import needs_data
 from acemerge.output.manifest import read_merge
 from acemerge.output.verify import Verification, verify_output
-from acemerge.planning.kinship import what_weights_say
+from acemerge.planning.kinship import with_kinship
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
@@ -155,7 +155,7 @@ def diagnose(
 ) -> Diagnosis:
     """Measure experts before merging them: the same as `acemerge diagnose`. `write_report` of the result makes a page of it.
 
-    `candidates` are merges to forecast, such as "ace" or "ace:epsilon=1e-3".
+    `candidates` are merges to measure, averaging besides, such as "ace" or "ace:epsilon=1e-3".
     """
     fields = {"base": str(base), "experts": _named(experts), "preset": preset, "orientation": orientation, "missing": missing}
     recipe = make_recipe(fields, "acemerge.diagnose")
@@ -202,7 +202,7 @@ def merge_state_dicts(
         raise InputError(f"{needs_data(using[0])}, and runs the models on it; use acemerge.merge(..., data=...)")
     opened = [from_state_dict(expert, name) for name, expert in pairs]
     plan = build_plan(recipe, from_state_dict(base, "base"), opened, config or {})
-    for said in what_weights_say(plan):
+    for said in with_kinship(plan).kinship:
         warnings.warn(said, stacklevel=2)
     where = torch.device(device)
     gathered = gather_statistics(plan, where, SilentProgress())

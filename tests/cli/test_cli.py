@@ -97,13 +97,16 @@ def test_verbose_and_quiet(run: Command, models: Models, tmp_path: Path) -> None
 
 
 def test_warnings_are_shown_but_do_not_flood(run: Command, tmp_path: Path) -> None:
-    base = {f"layers.{i}.weight": torch.zeros(8, 8) for i in range(6)}
+    base = {f"layers.{i}.weight": torch.eye(8) for i in range(6)}
     write_model(tmp_path / "base", base)
-    experts = [write_model(tmp_path / f"e{i}", fine_tuned(base, i, strength=1e-4 * 3.0**i)) for i in range(4)]
-    code, out, _ = run("merge", tmp_path / "base", *experts, "-o", tmp_path / "out", "-s", "epsilon=1", "-s", "tau=0")
-    assert code == 0
-    assert out.count("x the largest task vector") == 3
-    assert "and 3 more warnings, in acemerge_manifest.json" in out
+    broken = {name: torch.where(torch.eye(8) > 0, torch.nan, w) for name, w in base.items()}
+    experts = [write_model(tmp_path / "e0", fine_tuned(base, 0)), write_model(tmp_path / "e1", broken)]
+    for number, flags in enumerate(([], ["-q"], ["--json"])):
+        arguments = ("-o", tmp_path / f"out-{number}", "--allow-nonfinite", *flags)
+        code, out, err = run("merge", tmp_path / "base", *experts, *arguments)
+        assert (code, "warning: " in out) == (0, False)
+        assert err.count("warning: tensor 'layers.") == 3
+        assert "and 3 more warnings, in acemerge_manifest.json" in err
 
 
 def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+
+import torch
 
 import acemerge
 from acemerge.diagnosis.report import diagnosis_page
 from acemerge.reports.page import save_figures
 from command import Command
 from layered_models import layered
-from model_zoo import file_hashes
+from model_zoo import file_hashes, read_tensors
 from outline import Outline
+from small_models import write_model
 
 
 def test_diagnose_command(run: Command, tmp_path: Path) -> None:
@@ -20,7 +24,9 @@ def test_diagnose_command(run: Command, tmp_path: Path) -> None:
         "diagnose", base, *experts, "-o", tmp_path / "d.html", "--figures", tmp_path / "f", "-m", "ace", "-m", "ace:alpha=0.5"
     )
     assert code == 0, err
-    assert "Least predicted interference" in out
+    assert "not accuracy" in out
+    assert "average" in out, "always among the rows"
+    assert not re.search("least|best|recommend|forecast|predict", out, re.I)
     assert "ace:alpha=0.5" in out
     outline = Outline((tmp_path / "d.html").read_text())
     assert len(set(outline.ids)) == len(outline.ids)
@@ -33,7 +39,7 @@ def test_diagnose_command(run: Command, tmp_path: Path) -> None:
     found = json.loads(out)
     assert len(found["tensors"]) == 9
     assert found["level"] in ("good", "caution")
-    assert list(found["forecasts"].values()) == sorted(found["forecasts"].values())
+    assert list(found["forecasts"]) == ["ace", "tsv_m", "task_arithmetic", "average"], "as asked for, not ranked"
 
 
 def test_diagnose_compares_what_a_recipe_asks_for(run: Command, tmp_path: Path) -> None:
@@ -43,6 +49,18 @@ def test_diagnose_compares_what_a_recipe_asks_for(run: Command, tmp_path: Path) 
     code, out, err = run("diagnose", tmp_path / "recipe.yaml", "--json")
     assert code == 0, err
     assert json.loads(out)["candidates"][0] == "ties:keep=0.4"
+
+
+def test_do_not_merge_is_an_exit_code_of_its_own(run: Command, tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 1, 1)
+    generator = torch.Generator().manual_seed(7)
+    strange = {name: torch.randn(w.shape, generator=generator) for name, w in read_tensors(base).items()}
+    stranger = write_model(tmp_path / "stranger", strange)
+    code, out, err = run("diagnose", base, *experts, stranger, "-o", tmp_path / "d.html")
+    assert (code, "Do not merge these as they are." in out) == (3, True), err
+    assert (tmp_path / "d.html").exists(), "the page is written all the same"
+    code, out, _ = run("diagnose", base, *experts, stranger, "--json")
+    assert (code, json.loads(out)["level"]) == (3, "stop")
 
 
 def test_diagnose_mistakes(run: Command, tmp_path: Path) -> None:

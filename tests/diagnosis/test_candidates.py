@@ -16,7 +16,7 @@ def test_whole_model_methods_and_methods_without_a_core_are_compared_on_adapters
     zoo = lora_zoo.build(tmp_path, "GPT2LMHeadModel")
     found = acemerge.diagnose(zoo.base, zoo.adapters, candidates=["ties", "ace", "knots_ties"])
     for tensor in found.matrices:
-        assert tensor.forecasts.keys() == {"ties", "ace", "knots_ties"}
+        assert tensor.forecasts.keys() == {"ties", "ace", "knots_ties", "average"}
 
 
 def test_weights_that_are_a_list_can_be_forecast(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import acemerge
 import model_zoo
 from acemerge.diagnosis.findings import findings, verdict
+from acemerge.diagnosis.report import diagnosis_page
 from layered_models import layered
 from small_models import write_model
 
@@ -61,7 +62,7 @@ def test_a_dominating_regulariser_is_named_with_a_remedy(tmp_path: Path) -> None
     base, experts = layered(tmp_path, 2, 2, strength=1e-4)
     text = said(base, experts)
     assert "8 of 8 matrices the regulariser outweighs" in text
-    assert "-m ace:epsilon=1e-07" in text
+    assert "-s epsilon=1e-07" in text
 
 
 def test_a_gamma_that_only_scale_makes_large_is_named(tmp_path: Path) -> None:
@@ -99,4 +100,16 @@ def test_low_rank_changes_are_named(tmp_path: Path) -> None:
     }
     full = {name: w + 0.1 * torch.randn(60, 60, generator=generator) for name, w in base.items()}
     folders = [write_model(tmp_path / name, tensors) for name, tensors in (("base", base), ("lora", lora), ("full", full))]
-    assert "The changes of expert 'lora' are carried by very few directions" in said(folders[0], folders[1:])
+    text = said(folders[0], folders[1:])
+    assert "The changes of expert 'lora' are carried by very few directions" in text
+    assert "averaging LoRA experts kept 93%" in text
+
+
+def test_no_method_is_recommended_by_ace_s_own_objective(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 2, 3)
+    diagnosis = acemerge.diagnose(base, experts, candidates=["ace", "ties"])
+    assert diagnosis.candidates == ("ace", "ties", "average")
+    assert not [finding for finding in findings(diagnosis) if re.search("interference|objective|ties|least", finding.text)]
+    page = diagnosis_page(diagnosis)
+    [figure] = [figure for figure in page.figures if figure.name == "forecast"]
+    assert "not accuracy" in figure.caption

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import acemerge
+from acemerge.errors import PreflightError
+from command import Command
 from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
 STRANGER = "'stranger' does not look like a fine-tune of this base"
@@ -19,6 +21,31 @@ def models(tmp_path: Path) -> Models:
     return write_models(tmp_path / "models", experts=1)
 
 
+def test_a_stranger_is_refused_with_everything_else_that_is_wrong(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "stranger", base_tensors(seed=9))
+    monkeypatch.setattr("acemerge.execute.pipeline.check_space", lambda *_: "the disk is too small")
+    with pytest.raises(PreflightError, match="pass --force to merge it all the same") as caught:
+        acemerge.merge(models.base, [*models.experts, tmp_path / "stranger"], tmp_path / "out")
+    assert len(caught.value.problems) == 2
+    assert STRANGER in caught.value.problems[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"models", "stranger"}, "nothing is written"
+
+
+@pytest.mark.parametrize("flags", [(), ("-q",)])
+def test_on_the_command_line_it_is_refused_or_warned_of(
+    models: Models, tmp_path: Path, run: Command, flags: tuple[str, ...]
+) -> None:
+    arguments = ("merge", *models.arguments, write_model(tmp_path / "stranger", base_tensors(seed=9)), "-o", tmp_path / "out")
+    code, out, err = run(*arguments, *flags)
+    assert (code, out) == (2, "")
+    assert STRANGER in err
+    code, _, err = run(*arguments, *flags, "--force")
+    assert code == 0
+    assert f"warning: expert {STRANGER}" in err
+
+
 @pytest.mark.parametrize("name", ["stranger", "copy"])
 def test_it_is_told_and_noted(models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     if name == "copy":
@@ -26,11 +53,21 @@ def test_it_is_told_and_noted(models: Models, tmp_path: Path, capfd: pytest.Capt
     else:
         write_model(tmp_path / name, base_tensors(seed=9))
     said = STRANGER if name == "stranger" else COPY
-    result = acemerge.merge(models.base, [*models.experts, tmp_path / name], tmp_path / "out", quiet=False)
+    result = acemerge.merge(models.base, [*models.experts, tmp_path / name], tmp_path / "out", force=name == "stranger")
     assert f"warning: expert {said}" in capfd.readouterr().err
     assert any(said in warning for warning in result.warnings)
     [note] = json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"]
     assert said in note
+
+
+def test_an_expert_given_twice_is_told_and_noted(models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(models.experts[0], tmp_path / "again")
+    other = write_model(tmp_path / "other", fine_tuned(base_tensors(), 7))
+    result = acemerge.merge(models.base, [*models.experts, other, tmp_path / "again"], tmp_path / "out")
+    [said] = result.warnings
+    assert "experts 'expert-0' and 'again' are the same, weight for weight" in said
+    assert f"warning: {said}" in capfd.readouterr().err
+    assert json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"] == [said]
 
 
 def test_fine_tunes_are_not_spoken_of(models: Models, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import acemerge
 import lora_zoo
@@ -52,11 +53,15 @@ def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path,
 
 def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 3, 2)
-    acemerge.merge(base, experts, tmp_path / "out", alpha=50.0)
+    broken = model_zoo.read_tensors(experts[0])
+    for name in [name for name in broken if name.startswith("layers.")]:
+        broken[name] = torch.full_like(broken[name], torch.nan)
+    model_zoo.write_tensors(experts[0], broken)
+    acemerge.merge(base, experts, tmp_path / "out", allow_nonfinite=True)
     page = merge_page(read_merge(tmp_path / "out"))
     assert page.level == "caution"
     assert "12 warnings" in page.verdict
-    (finding,) = [finding for finding in page.findings if "x the largest task vector" in finding.text]
+    (finding,) = [finding for finding in page.findings if "It is averaged, not merged" in finding.text]
     assert "11 more tensors like this one" in finding.text
     assert len(page.details["Warnings"].splitlines()) == 12
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import acemerge
+from acemerge.errors import PreflightError
+from command import Command
 from small_models import Models, base_tensors, tree, write_model
 
 
@@ -15,11 +17,20 @@ def test_a_sweep_on_several_devices_gives_the_bytes_of_one(models: Models, tmp_p
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
-def test_a_stranger_is_told_and_noted_at_every_point(models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stranger_is_refused_before_anything_is_written(models: Models, tmp_path: Path) -> None:
+    models.experts[1] = write_model(tmp_path / "stranger", base_tensors(seed=9))
+    with pytest.raises(PreflightError, match=r"'stranger' does not look .* or pass --force to merge it all the same"):
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]})
+    assert not (tmp_path / "grid").exists()
+
+
+def test_a_forced_stranger_is_told_and_noted_at_every_point(
+    models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     models.experts[1] = write_model(tmp_path / "stranger", base_tensors(seed=9))
 
     def sweep() -> tuple[str, list[int]]:
-        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, quiet=False)
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, at_once=1, force=True)
         return capfd.readouterr().err, [path.stat().st_mtime_ns for path in sorted((tmp_path / "grid").rglob("*.safetensors"))]
 
     told, written = sweep()
@@ -32,3 +43,9 @@ def test_a_stranger_is_told_and_noted_at_every_point(models: Models, tmp_path: P
 def test_a_sweep_writes_reports_too(models: Models, tmp_path: Path) -> None:
     acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, report=True)
     assert len(list((tmp_path / "grid").rglob("report.html"))) == 2
+
+
+def test_a_second_method_is_refused(models: Models, tmp_path: Path, run: Command) -> None:
+    flags = ("-m", "ties", "-m", "ace", "--set", "alpha=0.5,1")
+    code, _, err = run("sweep", *models.arguments, "-o", tmp_path / "grid", *flags)
+    assert (code, "-m ties, -m ace: a merge has one method" in err) == (2, True)

@@ -76,7 +76,10 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 the merge failed, 2 bad usage or input, 130 interrupted."""
+    """Run the command line.
+
+    Exit codes: 0 success, 1 the merge failed, 2 bad usage or input, 3 a diagnosis that says not to merge, 130 interrupted.
+    """
     # Before torch loads: its idle threads sleep instead of spinning, so that they and the BLAS library's do not fight for cores.
     # On a busy machine this is the difference between one thread's speed and a tenth of it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -15,6 +15,9 @@ from acemerge.recipe.run_options import RunOptions
 if TYPE_CHECKING:
     from acemerge.diagnosis.measure import Diagnosis
 
+DO_NOT_MERGE = 3
+"""The exit code where that is the verdict."""
+
 
 @with_flags(
     asked=only(RecipeFlags, "preset", "orientation", "missing"), run=only(RunOptions, "device", "threads", "offline", "quiet")
@@ -33,28 +36,29 @@ def diagnose_command(
             "-m",
             "--method",
             metavar="METHOD[:KEY=VALUE,...]",
-            help="A merge to forecast, such as ace:epsilon=1e-3; repeatable. By default a recipe's own, and "
+            help="A merge to measure, averaging besides, such as ace:epsilon=1e-3; repeatable. By default a recipe's own, and "
             f"{', '.join(DEFAULT_CANDIDATES)}.",
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Forecasts and spectra from the first, middle and last layer only.")
+        bool, typer.Option("--quick", help="Distances and spectra from the first, middle and last layer only.")
     ] = False,
     asked: RecipeFlags = RecipeFlags(),
     run: RunOptions = RunOptions(),
     as_json: AsJson = False,
 ) -> None:
-    """Look at experts before merging: are they mergeable, where do they disagree, which method would lose least?
+    """Look at experts before merging: are they mergeable, and where do they disagree?
 
     [bold]acemerge diagnose base math code -o report.html[/]                     a page with figures and every tensor
 
-    [bold]acemerge diagnose base math code -m ace -m ace:epsilon=1e-3[/]         forecasts for settings of your own
+    [bold]acemerge diagnose base math code -m ace -m ace:epsilon=1e-3[/]         distances for settings of your own
 
     From the weights alone, one tensor at a time; nothing is merged or written but the report. It takes about as long as a merge
-    by each of the methods; --quick is for large models.
+    by each of the methods; --quick is for large models. The exit code is 3 if the experts should not be merged as they are.
     """
     from acemerge.cli.diagnose_display import print_diagnosis
     from acemerge.diagnosis.candidates import of_recipe
+    from acemerge.diagnosis.findings import findings, verdict
     from acemerge.diagnosis.measure import measure, planned_work
     from acemerge.execute.compute import compute_threads, torch_device
     from acemerge.execute.opening import find_sources
@@ -77,6 +81,8 @@ def diagnose_command(
         print_diagnosis(found)
     if output or figures:
         _write(found, output, figures, quiet=as_json)
+    if verdict(findings(found))[0] == "stop":
+        raise typer.Exit(DO_NOT_MERGE)
 
 
 def _write(found: Diagnosis, output: Path | None, figures: Path | None, *, quiet: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from acemerge.cli.display import new_console, new_table, print_findings
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis
-from acemerge.diagnosis.summary import Matrix, Summary
+from acemerge.diagnosis.summary import CAVEAT, Matrix, Summary
 from acemerge.planning.layer_names import kinds_in_order
 
 _MOST_EXPERTS = 12
@@ -26,7 +26,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def _print_experts(summary: Summary) -> None:
-    """How far each expert moved, and what each candidate would do to it."""
+    """How far each expert moved, and how far each candidate would be from it."""
     candidates = list(summary.forecasts)
     grid = new_table("expert", "|D|/|W0|", *candidates, right=["|D|/|W0|", *candidates])
     for t, expert in enumerate(summary.diagnosis.experts):
@@ -34,7 +34,10 @@ def _print_experts(summary: Summary) -> None:
         grid.add_row(expert, f"{summary.relative_changes[t]:.2%}", *row)
     if candidates:
         grid.add_row("all together", "", *(_number(summary.forecasts[candidate]) for candidate in candidates))
-    new_console().print(grid)
+    console = new_console()
+    console.print(grid)
+    if candidates:
+        console.print(f"under each method: its distance from the expert under ACE's own objective. {CAVEAT}")
 
 
 def _print_kinds(diagnosis: Diagnosis) -> None:

@@ -133,7 +133,6 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     branches = [record["branch"] for record in result.tensors if "branch" in record]
     if branches:
         console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
-    _print_warnings([warning for record in result.tensors for warning in record["warnings"]], console)
     if result.plan.recipe.save_as == "adapter":
         ranks = [record["rank"] for record in result.tensors if "relative_error" in record]
         error = overall_error(result.tensors)
@@ -154,8 +153,9 @@ def _facts_table(records: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _print_warnings(warnings: Sequence[str], console: Console, shown: int = 3) -> None:
-    """The first few; a cause common to many tensors would fill the screen."""
+def print_warnings(warnings: Sequence[str], shown: int = 3) -> None:
+    """The first few, on standard error; a cause common to many tensors would fill the screen."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     for warning in warnings[:shown]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     if len(warnings) > shown:

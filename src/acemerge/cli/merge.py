@@ -42,11 +42,12 @@ def merge_command(
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
-    from acemerge.cli.display import print_result
+    from acemerge.cli.display import print_result, print_warnings
     from acemerge.execute.pipeline import run_merge
 
     recipe, relative_to = asked.recipe(models)
     result = run_merge(recipe, output, replace(run, quiet=run.quiet or as_json), relative_to=relative_to)
+    print_warnings([warning for record in result.tensors for warning in record["warnings"]])
     with telling_of(output):
         if as_json:
             print_json(_result_json(result))

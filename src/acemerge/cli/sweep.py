@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -87,3 +88,5 @@ def sweep_command(
         print_json(sweep_json(result))
     elif not run.quiet:
         print_sweep(result)
+    elif warned := sum(point.warnings > 0 for point in result.points):
+        print(f"warning: {warned} of {len(result.points)} points have warnings; sweep.json counts them", file=sys.stderr)

@@ -10,7 +10,7 @@ from functools import partial
 from acemerge.diagnosis.entries import BINS, REACH
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.spectra import Spectrum
-from acemerge.diagnosis.summary import Matrix, Summary, pairs
+from acemerge.diagnosis.summary import CAVEAT, Matrix, Summary, pairs
 from acemerge.planning.layer_names import kinds_in_order, layers_of
 from acemerge.reports.charts import HeatMap, Line, Panel, heat_map, lines
 from acemerge.reports.figure import Figure
@@ -40,31 +40,29 @@ def _heterogeneity(summary: Summary) -> Iterable[Figure]:
 
 
 def _forecasts(summary: Summary) -> Iterator[Figure]:
-    diagnosis, ranked = summary.diagnosis, list(summary.forecasts)
-    if not ranked:
+    diagnosis, compared = summary.diagnosis, list(summary.forecasts)
+    if not compared:
         return
-    values = [[summary.interference(candidate, t) for t in summary.tasks] for candidate in ranked]
-    chart = HeatMap(values, ranked, diagnosis.experts, 0.0, 1.5, "RdYlGn_r")
+    values = [[summary.interference(candidate, t) for t in summary.tasks] for candidate in compared]
+    chart = HeatMap(values, compared, diagnosis.experts, 0.0, 1.5, "viridis")
     listing = "; ".join(f"{candidate} {mean:.2f}" for candidate, mean in summary.forecasts.items())
     yield Figure(
         "forecast",
-        "Predicted interference of each method with each expert",
-        "ACE's layer objective under the covariances that the weights reveal, over what leaving the base costs. 0: on this "
-        "expert's "
-        "inputs the merged layer does what the expert does. 1: what the base does. Above 1: other experts outweigh it. Means "
-        "over "
-        f"matrices. All experts together, strong ones counting for more: {listing}.",
+        "Distance of each merge from each expert, under ACE's own objective",
+        f"{CAVEAT} It is taken under the covariances that the weights reveal, over what leaving the base costs, the mean over "
+        "matrices. 0: on this expert's inputs the merged layer does what the expert does. 1: what the base does. All experts "
+        f"together, strong ones counting for more: {listing}.",
         f"A table of methods by experts. All experts together: {listing}.",
         partial(heat_map, chart),
     )
-    layers = {c: _by_layer(diagnosis, partial(summary.objective, c)) for c in ranked}
+    layers = {c: _by_layer(diagnosis, partial(summary.objective, c)) for c in compared}
     if any(len(line.x) > 1 for line in layers.values()):
-        panel = Panel(layers, x_label="layer", y_label="predicted interference", thresholds={"as the base": 1.0}, whole_x=True)
+        panel = Panel(layers, x_label="layer", y_label="distance", thresholds={"as the base": 1.0}, whole_x=True)
         yield Figure(
             "forecast-by-layer",
-            "Where methods would interfere",
-            "The same by layer, all experts together.",
-            "Lines of predicted interference over layers: "
+            "The same distance by layer",
+            f"All experts together. {CAVEAT}",
+            "Lines of distance over layers: "
             + "; ".join(f"{c} {min(line.y):.2f} to {max(line.y):.2f}" for c, line in layers.items() if line.y) + ".",
             partial(lines, [panel]),
         )  # fmt: skip

@@ -123,13 +123,16 @@ def measure(
     device: torch.device | None = None,
     quick: bool = False,
 ) -> Diagnosis:
-    """Measure the experts of a recipe. With `quick`, forecasts and spectra come from the first, middle and last layer only."""
+    """Measure the experts of a recipe. Averaging is always among what is compared.
+
+    With `quick`, distances and spectra come from the first, middle and last layer only.
+    """
     where = device or torch.device("cpu")
     recipe = _by_ace(recipe)
     plan = make_plan(recipe, sources)
     everything = _plan_of_everything(plan, sources)
     comparable = recipe.model_copy(update={"tensors": [*_rules_to_keep(plan), *recipe.tensors]})
-    planned_candidates = plan_candidates(candidates, comparable, sources, where, progress)
+    planned_candidates = plan_candidates([*candidates, "average"], comparable, sources, where, progress)
     looked_into = _sample(plan) if quick else {tensor.name for tensor in plan.tensors if tensor.action == "merged"}
     place = depths(tensor.name for tensor in everything.tensors)
     by_name = {tensor.name: tensor for tensor in plan.tensors}

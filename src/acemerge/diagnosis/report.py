@@ -39,7 +39,7 @@ def _facts(diagnosis: Diagnosis) -> dict[str, str]:
         "preset": diagnosis.preset,
         "tensors": f"{len(diagnosis.tensors)}, of them {len(diagnosis.matrices)} matrices that ACE merges",
         "ACE": f"epsilon {ace['epsilon']:g}, tau {ace['tau']:g}, k_frac {ace['k_frac']:g}",
-        "forecasts and spectra": extent,
+        "distances and spectra": extent,
     }
 
 
@@ -55,7 +55,7 @@ def tensor_table(diagnosis: Diagnosis) -> Table:
         Column("gamma", "gamma", "heterogeneity of the experts' energies", ".3f"),
         Column("branch", "branch", "of ACE", choices=("heterogeneous", "homogeneous")),
         Column("ridge", "ridge share", "the regulariser's part of the trace of ACE's system", ".3f"),
-        *(Column(f"forecast {c}", c, f"predicted interference of {c}, all experts", ".2f") for c in diagnosis.candidates),
+        *(Column(f"forecast {c}", c, f"distance of {c} under ACE's own objective", ".2f") for c in diagnosis.candidates),
         Column("leading", "top 5% of P", "share of the closed form's energy in its top 5% of singular values", ".0%"),
         Column("conflict", "conflicts", "mean share of opposite signs between two experts", ".0%"),
         Column("cosine", "cosine", "mean cosine between two experts' changes", ".2f"),

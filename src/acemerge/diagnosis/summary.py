@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 
+CAVEAT = "This is what ACE minimises, not accuracy: a smaller number does not mean a better merge."
 Matrix = list[list[float | None]]
 Value = TypeVar("Value")
 
@@ -117,9 +118,9 @@ class Summary:
 
     @cached_property
     def forecasts(self) -> dict[str, float]:
-        """Candidate -> its objective; the smallest first."""
+        """Candidate -> its objective, in the order asked for: it is no ranking."""
         means = {candidate: self.objective(candidate) for candidate in self.diagnosis.candidates}
-        return dict(sorted(((c, mean) for c, mean in means.items() if mean is not None), key=lambda entry: entry[1]))
+        return {candidate: mean for candidate, mean in means.items() if mean is not None}
 
     def _of(self, t: int, value: Callable[[TensorDiagnosis, int], Value]) -> list[Value]:
         return [value(tensor, tensor.experts.index(t)) for tensor in self.diagnosis.matrices if t in tensor.experts]

@@ -16,7 +16,7 @@ from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
 from acemerge.checkpoints.source import Source, Sources, resolve_source
 from acemerge.errors import InputError, PreflightError
-from acemerge.planning.kinship import what_weights_say
+from acemerge.planning.kinship import with_kinship
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.recipe.recipe import Recipe
@@ -83,8 +83,8 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
 
 def note_kinship(plans: Sequence[Plan]) -> list[Plan]:
     """With what the weights say of the experts. The plans are of the same models, so these are looked at once."""
-    said = what_weights_say(plans[0])
-    return [replace(plan, kinship=said) for plan in plans]
+    first = with_kinship(plans[0])
+    return [replace(plan, strangers=first.strangers, copies=first.copies) for plan in plans]
 
 
 def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:

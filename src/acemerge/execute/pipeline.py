@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from acemerge.output.model_card import write_documents
 from acemerge.output.resources import check_space, needed_space
 from acemerge.output.staging import Staging, check_output, staged_output
 from acemerge.output.task_models import write_heads
+from acemerge.planning.kinship import refused_strangers
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress, show_progress
 from acemerge.recipe.recipe import Recipe
@@ -66,14 +68,15 @@ def run_merge(
     check_output(output, run.overwrite)
     scene = set_scene(recipe, run, relative_to, suite)
     check_output(output, run.overwrite, scene.sources.paths)
-    plans = scene.plans([recipe])
+    plans = note_kinship(scene.plans([recipe]))
     with open_engine(scene) as engine:
         space = check_space(output, needed_space(plans[0], engine.at_once(plans[0])))
-        problems = [*([space] if space else []), *engine.problems(plans)]
+        problems = [*([space] if space else []), *engine.problems(plans), *refused_strangers(plans[0])]
         if problems and not run.force:
             raise PreflightError(problems)
+        tell_kinship(plans[0])
         with hashing_inputs(plans[0], verify=run.verify) as hashes:
-            return Executor(scene, engine, hashes).merge(note_kinship(plans), [output])[0]
+            return Executor(scene, engine, hashes).merge(plans, [output])[0]
 
 
 @contextmanager
@@ -81,6 +84,12 @@ def open_engine(scene: Scene) -> Iterator[Engine]:
     """The engine that was asked for, with the threads that it may use."""
     with compute_threads(scene.run.threads), get_engine(scene.run.engine).open_engine(scene) as engine:
         yield engine
+
+
+def tell_kinship(plan: Plan) -> None:
+    """Before the work, and also where no progress is shown."""
+    for said in plan.kinship:
+        print(f"warning: {said}", file=sys.stderr, flush=True)
 
 
 def check_run(run: RunOptions) -> None:
@@ -104,8 +113,6 @@ class Executor:
         with ExitStack() as open_outputs:
             stagings = [open_outputs.enter_context(self._staged(*each)) for each in zip(plans, outputs, strict=True)]
             with show_progress(plans[0], quiet=self.scene.run.quiet) as progress:
-                for said in plans[0].kinship:
-                    progress.say(f"warning: {said}")
                 for note in dict.fromkeys(staging.note for staging in stagings if staging.note):
                     progress.say(note)
                 self._write_shards(plans, stagings, progress)

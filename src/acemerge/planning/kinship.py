@@ -6,6 +6,9 @@ Merging a stranger gives noise; a copy of the base makes the others count for le
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -13,17 +16,23 @@ from torch import Tensor
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor, computed
 
-RELATED = 0.5
-"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
+RELATED = 0.25
+"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0. Even one whose change is
+twice as long as the base itself has 0.45: what is below is refused, so it must be beyond doubt."""
 _MATRICES, _ENTRIES = 3, 2**16
 
 
-def what_weights_say(plan: Plan) -> tuple[str, ...]:
-    """What to say of the experts, where their weights are not what a fine-tune's would be."""
-    return (*find_strangers(plan), *_find_copies(plan))
+def with_kinship(plan: Plan) -> Plan:
+    """The plan with what there is to say of experts whose weights are not what a fine-tune's would be."""
+    return replace(plan, strangers=tuple(_find_strangers(plan)), copies=tuple(_find_copies(plan)))
 
 
-def find_strangers(plan: Plan) -> list[str]:
+def refused_strangers(plan: Plan) -> list[str]:
+    """Why this is not merged, unless it is forced: what would come out is noise."""
+    return [f"{said}; give the base it was made from, or pass --force to merge it all the same" for said in plan.strangers]
+
+
+def _find_strangers(plan: Plan) -> list[str]:
     """What to say of the experts that do not look like fine-tunes of this base, by the first entries of a few matrices."""
     found = []
     for index, expert in enumerate(plan.experts):
@@ -66,7 +75,22 @@ def _find_copies(plan: Plan) -> list[str]:
                 f"expert '{expert.name}' is a copy of the base, weight for weight: it has nothing to add, and makes the others "
                 "count for less where they are averaged; leave it out"
             )
-    return found
+    return [*found, *_find_twins(plan)]
+
+
+def _find_twins(plan: Plan) -> Iterator[str]:
+    """Experts that are each other, weight for weight, as a copied folder is."""
+    for one, other in combinations(range(len(plan.experts)), 2):
+        first, second = plan.experts[one], plan.experts[other]
+        if first.changes is not None or second.changes is not None:
+            continue
+        names = [{s.expert: s.name for s in tensor.fate.experts} for tensor in computed(plan.tensors)]
+        both = [(own.get(one), own.get(other)) for own in names if own.get(one) or own.get(other)]
+        if both and all(a and b and _same(first.read(a), second.read(b)) for a, b in both):
+            yield (
+                f"experts '{first.name}' and '{second.name}' are the same, weight for weight: what they changed counts twice; "
+                "leave one out"
+            )
 
 
 def _same(base: Tensor, expert: Tensor) -> bool:

@@ -52,8 +52,9 @@ class Plan:
     notes: tuple[str, ...]
     data: PlannedData | None = None
     """For methods that use it."""
-    kinship: tuple[str, ...] = ()
-    """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base."""
+    strangers: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+    """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base, or copies."""
 
     @cached_property
     def shards(self) -> dict[str, tuple[PlannedTensor, ...]]:
@@ -72,6 +73,11 @@ class Plan:
             return {"model.safetensors": tuple(groups[0])}
         total = len(groups)
         return {f"model-{i:05d}-of-{total:05d}.safetensors": tuple(group) for i, group in enumerate(groups, 1)}
+
+    @property
+    def kinship(self) -> tuple[str, ...]:
+        """All that the weights say of the experts."""
+        return (*self.strangers, *self.copies)
 
     @property
     def per_task_methods(self) -> list[str]:

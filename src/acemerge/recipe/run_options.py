@@ -38,10 +38,14 @@ class RunOptions:
         False, "Hash every input in full first, and reuse finished shards only if they were made of the same bytes.", "--verify"
     )
     overwrite: bool = option(False, "Replace an earlier acemerge output.", "--overwrite")
-    force: bool = option(False, "Try even if disk or memory seem too small.", "--force")
+    force: bool = option(
+        False,
+        "Try even if disk or memory seem too small, and merge experts that do not look like fine-tunes of the base.",
+        "--force",
+    )
     report: bool = option(False, "Also write report.html into the output: what became of every tensor, with figures.", "--report")
     offline: bool = option(False, "Never touch the network; hub ids come from the local cache.", "--offline")
-    quiet: bool = option(False, "No progress, no summary; errors only.", "-q", "--quiet")
+    quiet: bool = option(False, "No progress, no summary; warnings and errors only.", "-q", "--quiet")
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:

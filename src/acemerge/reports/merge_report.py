@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from acemerge.reports.layer_figures import (
     regulariser_figure,
 )
 from acemerge.reports.page import Column, Finding, Page, Table, gravest_first, verdict_of
-from acemerge.tensors.results import LARGE_MERGE
 
 _ADAPTER_COLUMNS = (
     Column("rank", "rank", "of the factors written", ".0f"),
@@ -71,7 +69,7 @@ def _facts(account: Manifest) -> dict[str, str]:
 
 def findings(account: Manifest) -> list[Finding]:
     """What is worth knowing, the gravest first."""
-    found = [*_warned(account), *_truncation(account), *_branches(account), *_lengths(account), *_inactive(account)]
+    found = [*_warned(account), *_truncation(account), *_branches(account), *_inactive(account)]
     found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in account.notes]
     return gravest_first(found)
 
@@ -97,16 +95,6 @@ def _branches(account: Manifest) -> Iterator[Finding]:
         yield Finding("good", text)
     elif branches:
         yield Finding("good", f"None of the {len(branches)} matrices was heterogeneous: ACE kept the experts' own strength.")
-
-
-def _lengths(account: Manifest) -> Iterator[Finding]:
-    ratios = [ratio for tensor in account.merged if (ratio := tensor.number("norm_ratio")) is not None]
-    if ratios and max(ratios) <= LARGE_MERGE:
-        yield Finding(
-            "good",
-            f"The merged change is {min(ratios):.2f} to {max(ratios):.2f} times the longest task vector (median "
-            f"{statistics.median(ratios):.2f}): nothing out of proportion.",
-        )
 
 
 def _truncation(account: Manifest) -> Iterator[Finding]:
@@ -150,9 +138,9 @@ def figures(account: Manifest) -> list[Figure]:
         found += heterogeneity_figure(points("gamma"), float(account.options["tau"]))
     found += depth_figure(
         "lengths", "How long the merged change is",
-        "The length of the merged change over that of the longest task vector, by layer and kind of matrix. Far above "
-        f"{LARGE_MERGE:g}, a smaller alpha deserves a test.",
-        points("norm_ratio"), "|M| / max |D|", {f"{LARGE_MERGE:g} times": LARGE_MERGE},
+        "The length of the merged change over that of the longest task vector, by layer and kind of matrix. A long change is "
+        "neither good nor bad by itself.",
+        points("norm_ratio"), "|M| / max |D|",
     )  # fmt: skip
     if "epsilon" in account.options:
         found += regulariser_figure(points("ridge_share"), account.options["epsilon"])

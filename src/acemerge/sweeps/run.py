@@ -16,11 +16,12 @@ from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
 from acemerge.errors import InputError, PreflightError, did_you_mean
 from acemerge.execute.opening import note_kinship, set_scene
-from acemerge.execute.pipeline import Executor, check_run, open_engine
+from acemerge.execute.pipeline import Executor, check_run, open_engine, tell_kinship
 from acemerge.methods import get_method
 from acemerge.output.input_hashes import hashing_inputs
 from acemerge.output.publishing import locked
 from acemerge.output.staging import check_output, check_place, partial_folder, withdraw
+from acemerge.planning.kinship import refused_strangers
 from acemerge.planning.plan import Plan
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
@@ -98,9 +99,10 @@ def run_sweep(
     with open_engine(scene) as engine, hashing_inputs(plans[0], verify=run.verify) as hashes:
         sweep = _Sweep(output, points, plans, table, Executor(scene, engine, hashes), options)
         unfinished = sweep.find_unfinished()
-        problems = sweep.find_problems(unfinished)
+        problems = [*sweep.find_problems(unfinished), *refused_strangers(plans[0])]
         if problems and not run.force:
             raise PreflightError(problems)
+        tell_kinship(plans[0])
         output.parent.mkdir(parents=True, exist_ok=True)
         with locked(output):
             sweep.run(unfinished)

@@ -59,4 +59,4 @@ def _as_factors(
     error = math.sqrt(lost / energy) if energy else 0.0
     facts |= {"norm": math.sqrt(energy), "rank": factors.left.shape[1], "relative_error": error}
     stored = planned.fate.view.low_rank_to_stored(factors)
-    return MergedFactors(stored, facts, tensor_warnings(planned, facts, merged.warnings))
+    return MergedFactors(stored, facts, tensor_warnings(planned, merged.warnings))

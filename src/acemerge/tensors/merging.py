@@ -78,7 +78,7 @@ def _as_stored(merge: Computation, merged: Merged, facts: Mapping[str, TensorFac
     given = list(merged.warnings)
     if not math.isfinite(sum_of_squares(value)):
         given += _too_large(plan, planned)
-    return MergedTensor(value, facts, tensor_warnings(planned, facts, given), shared, parts)
+    return MergedTensor(value, facts, tensor_warnings(planned, given), shared, parts)
 
 
 def _add_base(delta: Tensor, base: Tensor, planned: ComputedTensor, frame: Frame | None) -> Tensor:
@@ -120,7 +120,7 @@ def _merge_in_pieces(merge: Computation) -> MergedTensor:
         return _unchanged(plan, planned)
     facts = lengths(planned, found.energies, found.merged_energy)
     given = [] if found.finite else _too_large(plan, planned)
-    return MergedTensor(value, facts, tensor_warnings(planned, facts, given))
+    return MergedTensor(value, facts, tensor_warnings(planned, given))
 
 
 # --- what is not merged ------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def _untouched(plan: Plan, planned: PlannedTensor) -> MergedTensor:
     if isinstance(planned.fate, Kept) and not torch.isfinite(value).all():
         bad = nonfinite_values(plan, planned, of_experts=False) or f"the base's value is too large for {planned.output_dtype}"
         warnings = insist(plan, planned, bad)
-    return MergedTensor(value, {}, tensor_warnings(planned, {}, warnings))
+    return MergedTensor(value, {}, tensor_warnings(planned, warnings))
 
 
 def _unchanged(plan: Plan, planned: ComputedTensor) -> MergedTensor:
@@ -150,7 +150,7 @@ def _nonfinite(plan: Plan, planned: ComputedTensor, device: torch.device) -> Mer
     base = planned.fate.view.to_method(plan.base.read(planned.name))
     mean = load_dense(plan, planned, device).mean(0).add_(base.to(device))
     value = to_stored(mean, planned, getattr(torch, planned.output_dtype))
-    return MergedTensor(value, {}, tensor_warnings(planned, {}, warnings))
+    return MergedTensor(value, {}, tensor_warnings(planned, warnings))
 
 
 def _too_large(plan: Plan, planned: ComputedTensor) -> list[str]:

@@ -8,19 +8,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from acemerge.methods import get_method
 from acemerge.methods.option_text import Fact
 from acemerge.numerics.frame import Factors
 from acemerge.planning.tensor import PlannedTensor
 
 TensorFact = Fact | list[float]
 """What a report says of a tensor: what its method tells, and norms; `task_norms` in the order of its experts."""
-LARGE_MERGE = 3.0  # a merged delta this many times longer than the longest task vector deserves a warning
-_ANOTHER_EPSILON = (
-    "try a smaller alpha or, with ACE, another epsilon: larger where the regulariser's share of the system (ridge_share) is near "
-    "0, smaller where it is near 1"
-)
-_MORE_ROWS = "that is common where inputs are few or much alike; more rows or, with RegMean, a smaller off_diagonal shorten it"
 
 
 @dataclass(frozen=True)
@@ -50,11 +43,6 @@ def norms(energies: Sequence[float], merged_energy: float) -> dict[str, TensorFa
     return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
 
 
-def tensor_warnings(planned: PlannedTensor, facts: Mapping[str, TensorFact], given: Sequence[str]) -> tuple[str, ...]:
-    """What was given and what the facts show, with the tensor's name."""
-    found = list(given)
-    ratio = facts.get("norm_ratio", 0.0)
-    if isinstance(ratio, float) and ratio > LARGE_MERGE:
-        advice = _MORE_ROWS if planned.method and get_method(planned.method).uses == "data" else _ANOTHER_EPSILON
-        found.append(f"the merged change is {ratio:.1f}x the largest task vector; {advice}")
-    return tuple(f"tensor '{planned.name}': {warning}" for warning in found)
+def tensor_warnings(planned: PlannedTensor, given: Sequence[str]) -> tuple[str, ...]:
+    """With the tensor's name."""
+    return tuple(f"tensor '{planned.name}': {warning}" for warning in given)
