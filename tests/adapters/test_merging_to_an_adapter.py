@@ -141,10 +141,43 @@ def test_settings_that_peft_reads(llama: Zoo, tmp_path: Path) -> None:
     assert settings["alpha_pattern"] == settings["rank_pattern"]
     assert settings["target_modules"] == sorted(ranks)
     assert settings["modules_to_save"] is None
-    assert settings["base_model_name_or_path"] is None  # a folder of this machine says nothing elsewhere
+    assert settings["base_model_name_or_path"] == "base"  # the folder's name; its path says nothing elsewhere
     with lora_zoo.quiet():
         config = peft.LoraConfig.from_pretrained(str(tmp_path / "out"))
     assert config.peft_type == "LORA"
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("org/model-7b", "org/model-7b"),
+        (None, "base"),
+        ("/home/somebody/base", "base"),
+        ("../base", "base"),
+        ("./runs/base", "base"),
+        ("C:\\models\\base", "base"),
+        ("", "base"),
+    ],
+)
+def test_the_base_that_peft_is_told(said: str | None, written: str, llama: Zoo, tmp_path: Path) -> None:
+    """A hub id where one is known; never null, which peft takes for a model called None, and never a path."""
+    experts = {name: lora_zoo.copy_adapter(adapter, tmp_path / name) for name, adapter in llama.adapters.items()}
+    for expert in experts.values():
+        lora_zoo.change_settings(expert, base_model_name_or_path=said)
+    merge(llama, tmp_path / "out", "average", experts, save_as="adapter")
+    assert lora_zoo.read_settings(tmp_path / "out")["base_model_name_or_path"] == written
+
+
+def test_auto_peft_model_finds_a_base_of_that_name(llama: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {name: lora_zoo.copy_adapter(adapter, tmp_path / name) for name, adapter in llama.adapters.items()}
+    for expert in experts.values():
+        lora_zoo.change_settings(expert, task_type="CAUSAL_LM", base_model_name_or_path=None)
+    merge(llama, tmp_path / "out", "average", experts, save_as="adapter")
+    monkeypatch.chdir(llama.base.parent)
+    with lora_zoo.quiet():
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+    found = model.merge_and_unload().state_dict()
+    assert_equal_tensors(found, loaded(llama, tmp_path / "out"))
 
 
 def test_a_merged_adapter_is_an_expert_again(llama: Zoo, dense: Dense, tmp_path: Path) -> None:
