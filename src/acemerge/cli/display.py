@@ -138,7 +138,7 @@ def print_result(result: MergeResult, verbose: bool) -> None:
         ranks = [record["rank"] for record in result.tensors if "relative_error" in record]
         error = overall_error(result.tensors)
         told = result.plan.recipe.rank or error > ROUNDED_TO_FLOAT32
-        lost = f"relative error {error:.2e} over all tensors" if told else "nothing left out"
+        lost = f"relative error {error:.2e} over all tensors" if told else "with nothing cut off"
         console.print(f"an adapter of rank {max(ranks, default=0)} at most, {lost}")
     size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
     console.print(f"wrote {result.output} ({human_bytes(size)})")

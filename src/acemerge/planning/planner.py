@@ -85,6 +85,7 @@ class _Planner:
             tensors, self.problems = tuple(as_adapter), [*self.problems, *problems]
         self._report_strangers()
         self._report_missing(tensors)
+        self._note_changes_left_out(tensors)
         self._say_one_model_per_task(tensors)
         if self.layers:
             self.problems.extend(self.layers.problems(self.recipe, tensors))
@@ -304,6 +305,30 @@ class _Planner:
             self.problems.append(
                 f"base {self.base.where} and the experts have no weights in common to merge; are these fine-tunes of this base?"
             )
+
+    def _note_changes_left_out(self, tensors: Sequence[PlannedTensor]) -> None:
+        """An adapter stores only what it was told to change. What stays at the base nevertheless, unasked, is worth knowing."""
+        left_out: dict[tuple[Reason, tuple[str, ...]], list[str]] = {}
+        for tensor in tensors:
+            reason = tensor.fate.reason
+            asked = reason.is_task_head or reason.why is Why.RULE
+            if isinstance(tensor.fate, Kept) and not asked and (changed_by := self._adapters_that_change(tensor)):
+                left_out.setdefault((reason, changed_by), []).append(tensor.name)
+        for (reason, changed_by), names in left_out.items():
+            adapters = " and ".join(f"'{name}'" for name in changed_by)
+            self.notes.append(
+                f"what {adapters} changed of {_some(names)} is left out: {reason}; a recipe rule such as "
+                f"{{match: '{names[0]}', do: average}} takes it in"
+            )
+
+    def _adapters_that_change(self, tensor: PlannedTensor) -> tuple[str, ...]:
+        """By their names. One of another shape, such as a larger vocabulary, has a note of its own."""
+        found = []
+        for expert, names in zip(self.experts, self.names, strict=True):
+            theirs = names.get(tensor.name)
+            if expert.changes is not None and theirs and expert.tensors[theirs].shape == tensor.header.shape:
+                found.append(expert.name)
+        return tuple(found)
 
     def _say_one_model_per_task(self, tensors: Sequence[PlannedTensor]) -> None:
         for name in per_task_methods(tensors):
