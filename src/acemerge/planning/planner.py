@@ -12,6 +12,7 @@ from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import EXPAND
 from acemerge.checkpoints.families import (
     BUFFERS,
+    NOT_LINEAR,
     align_names,
     choose_family,
     fused_matrices,
@@ -218,6 +219,8 @@ class _Planner:
             return rest, Reason(Why.NOT_A_MATRIX, str(len(header.shape)))
         if min(header.shape) <= 1:
             return rest, Reason(Why.VECTOR)
+        if not _forces(rule) and matches(name, NOT_LINEAR):
+            return rest, Reason(Why.NOT_LINEAR)
         if not _forces(rule) and matches(name, self.family.averaged):
             return rest, Reason(Why.NOT_LINEAR_BY_PRESET, self.family.name)
         return "merged", asked
