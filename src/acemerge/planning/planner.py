@@ -34,6 +34,7 @@ from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why
 from acemerge.planning.tensor import Planned, PlannedTensor, computed
+from acemerge.planning.tokenizers import tokenizer_notes
 from acemerge.planning.view import View
 from acemerge.recipe.recipe import Recipe, TensorRule
 
@@ -117,6 +118,7 @@ class _Planner:
         for expert in self.experts:
             if kinds := self._other_kind(expert):
                 self.notes.append(f"expert '{expert.name}' is another kind of model than the base{kinds}")
+        self.notes.extend(tokenizer_notes(self.base, self.experts))
 
     # -- one tensor of the base
 
