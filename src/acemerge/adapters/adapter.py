@@ -86,7 +86,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
         raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(names_of_weights)}; download the weights too")
     check_inside(path, (path / CONFIG, file))
     stored = open_file(file)
-    modules, wholes = _sorted_out(stored.tensors, file)
+    modules, wholes = _sorted_out(stored)
     lora = [LoraModule(module, parts, stored.tensors, settings, file) for module, parts in modules.items()]
     own_headers = {**{own: stored.tensors[key] for own, key in wholes.items()}, **{m.weight: m.header for m in lora}}
     names = _names_in_base(base, own_headers)
@@ -116,8 +116,9 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     )  # fmt: skip
 
 
-def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+def _sorted_out(stored: WeightsFile) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """{module: {part: key}} of the low-rank ones, and {tensor: key} of those stored whole; both without PEFT's wrappings."""
+    headers, file = stored.tensors, stored.path
     modules: dict[str, dict[str, str]] = {}
     wholes: dict[str, str] = {}
     if not headers:
@@ -129,18 +130,25 @@ def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[s
         match = _MODULE_PART.fullmatch(name)
         if match:
             part = match["part"] if match["kind"] != "bias" else f"{match['part']}.bias"
-            _add_once(modules.setdefault(match["module"], {}), part, key, file)
+            _add_once(modules.setdefault(match["module"], {}), part, key, stored)
         elif "lora_" in name or not name.endswith((".weight", ".bias")):
             raise unknown_kind(key, file)
         else:
-            _add_once(wholes, name.replace(".base_layer.", "."), key, file)
+            _add_once(wholes, name.replace(".base_layer.", "."), key, stored)
     return modules, wholes
 
 
-def _add_once(keys: dict[str, str], name: str, key: str, file: Path) -> None:
-    if name in keys:
-        raise InputError(f"{file}: tensors '{keys[name]}' and '{key}' both stand for {name}; save the adapter again")
-    keys[name] = key
+def _add_once(keys: dict[str, str], name: str, key: str, stored: WeightsFile) -> None:
+    """peft saves a module twice that was trained whole after the vocabulary had grown: alike, or the file is not sound."""
+    first = keys.setdefault(name, key)
+    if first != key and not _same(first, key, stored):
+        raise InputError(
+            f"{stored.path}: tensors '{first}' and '{key}' both stand for {name}, and are not equal; save the adapter again"
+        )
+
+
+def _same(one: str, other: str, stored: WeightsFile) -> bool:
+    return stored.tensors[one] == stored.tensors[other] and bool((stored.read(one) == stored.read(other)).all())
 
 
 def _leave_out_copies(
