@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from acemerge.adapters.module import LoraModule, unknown_kind
 from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
+from acemerge.adapters.stacked import take_stacked
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
@@ -87,12 +88,14 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     check_inside(path, (path / CONFIG, file))
     stored = open_file(file)
     modules, wholes = _sorted_out(stored)
+    stacked = take_stacked(modules, stored.tensors, stored.read_unchanged, settings, base, file)
     lora = [LoraModule(module, parts, stored.tensors, settings, file) for module, parts in modules.items()]
     own_headers = {**{own: stored.tensors[key] for own, key in wholes.items()}, **{m.weight: m.header for m in lora}}
     names = _names_in_base(base, own_headers)
     _leave_out_copies(wholes, lora, names, stored, base)
-    changes: dict[str, Change] = {}
+    changes: dict[str, Change] = dict(stacked)
     headers = {names[own]: stored.tensors[key] for own, key in wholes.items()}
+    headers |= {name: TensorHeader("float32", base.tensors[name].shape) for name in stacked}
     for module in lora:
         ours = names[module.weight]
         change = module.change(stored.read_unchanged, ours, base, family)
@@ -101,7 +104,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
             bias = ours.removesuffix("weight") + "bias"
             changes[bias], headers[bias] = module.bias_change(stored.read_unchanged), stored.tensors[module.bias]
     whole_keys = {names[own]: key for own, key in wholes.items()}
-    own_names = {ours: own for own, ours in names.items()}
+    own_names = {ours: own for own, ours in names.items()} | {name: name for name in stacked}
 
     def read(tensor: str) -> Tensor:
         """The whole value, also of what is given as a change: for a head, which is never merged."""
