@@ -27,6 +27,7 @@ def token_ids(folder: Path) -> dict[str, int]:
     content = read_json(folder / TOKENIZER)
     model, added = content.get("model"), content.get("added_tokens") or []
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    entries: list[tuple[Any, Any]]
     if isinstance(vocabulary, list):  # with scores, as Unigram has them
         entries = [(entry[0], index) for index, entry in enumerate(vocabulary) if isinstance(entry, list) and entry]
     elif isinstance(vocabulary, dict):
