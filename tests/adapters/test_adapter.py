@@ -16,7 +16,7 @@ import lora_zoo as zoo
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.cli.app import main
 from acemerge.errors import InputError
-from adapter_reading import BERT, GPT2, LLAMA, Q0, Bases, Refuse, changed, read, without
+from adapter_reading import BERT, GPT2, LLAMA, Q0, Bases, Refuse, assert_equal_changes, changed, read, without
 from model_zoo import Tensors, rewrite
 
 
@@ -178,3 +178,20 @@ def test_the_base_prefix_is_not_guessed_from_shapes_alone(bases: Bases, refusal:
     message = refusal(bases(LLAMA), adapter)
     assert "encoder.layer.0.attention.self.query.weight' [16, 16]" in message
     assert "not in base" in message
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_module_saved_twice(alike: bool, bases: Bases, refusal: Refuse, tmp_path: Path) -> None:
+    """peft does, if embeddings are to be saved and are trained whole."""
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    once = zoo.write_adapter(bases(LLAMA), tmp_path / "once", LLAMA, **settings)
+    twice = zoo.copy_adapter(
+        once, tmp_path / "twice", lambda f: {**f, "base_model.model.lm_head.modules_to_save.weight": f[_LM_HEAD] + (not alike)}
+    )
+    if alike:
+        assert_equal_changes(read(bases(LLAMA), twice)[1], read(bases(LLAMA), once)[1])
+    else:
+        assert "both stand for lm_head.weight, and are not equal" in refusal(bases(LLAMA), twice)
+
+
+_LM_HEAD = "base_model.model.lm_head.weight"

@@ -141,10 +141,43 @@ def test_settings_that_peft_reads(llama: Zoo, tmp_path: Path) -> None:
     assert settings["alpha_pattern"] == settings["rank_pattern"]
     assert settings["target_modules"] == sorted(ranks)
     assert settings["modules_to_save"] is None
-    assert settings["base_model_name_or_path"] is None  # a folder of this machine says nothing elsewhere
+    assert settings["base_model_name_or_path"] == "base"  # the folder's name; its path says nothing elsewhere
     with lora_zoo.quiet():
         config = peft.LoraConfig.from_pretrained(str(tmp_path / "out"))
     assert config.peft_type == "LORA"
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("org/model-7b", "org/model-7b"),
+        (None, "base"),
+        ("/home/somebody/base", "base"),
+        ("../base", "base"),
+        ("./runs/base", "base"),
+        ("C:\\models\\base", "base"),
+        ("", "base"),
+    ],
+)
+def test_the_base_that_peft_is_told(said: str | None, written: str, llama: Zoo, tmp_path: Path) -> None:
+    """A hub id where one is known; never null, which peft takes for a model called None, and never a path."""
+    experts = {name: lora_zoo.copy_adapter(adapter, tmp_path / name) for name, adapter in llama.adapters.items()}
+    for expert in experts.values():
+        lora_zoo.change_settings(expert, base_model_name_or_path=said)
+    merge(llama, tmp_path / "out", "average", experts, save_as="adapter")
+    assert lora_zoo.read_settings(tmp_path / "out")["base_model_name_or_path"] == written
+
+
+def test_auto_peft_model_finds_a_base_of_that_name(llama: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {name: lora_zoo.copy_adapter(adapter, tmp_path / name) for name, adapter in llama.adapters.items()}
+    for expert in experts.values():
+        lora_zoo.change_settings(expert, task_type="CAUSAL_LM", base_model_name_or_path=None)
+    merge(llama, tmp_path / "out", "average", experts, save_as="adapter")
+    monkeypatch.chdir(llama.base.parent)
+    with lora_zoo.quiet():
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+    found = model.merge_and_unload().state_dict()
+    assert_equal_tensors(found, loaded(llama, tmp_path / "out"))
 
 
 def test_a_merged_adapter_is_an_expert_again(llama: Zoo, dense: Dense, tmp_path: Path) -> None:
@@ -179,6 +212,46 @@ def test_embeddings_and_saved_modules_in_an_adapter(tmp_path: Path) -> None:
         assert written["transformer.h.0.ln_1.weight"] == "absent"
         assert lora_zoo.read_settings(tmp_path / name)["modules_to_save"] == ["transformer.ln_f", "transformer.wpe"]
         assert any(key.endswith("wte.lora_embedding_A") for key in lora_zoo.read_factors(tmp_path / name))
+
+
+@pytest.fixture(scope="session")
+def saving(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """A language model's adapters, one of which has trained the vocabulary too."""
+    loras: dict[str, dict[str, Any]] = {
+        "chat": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        "code": {"r": 2, "target_modules": ["q_proj"]},
+    }
+    return lora_zoo.build(tmp_path_factory.mktemp("saving"), "LlamaForCausalLM", loras)
+
+
+@pytest.mark.parametrize("save_as", ["adapter", "model"])
+def test_saved_modules_that_stay_at_the_base_are_named(save_as: str, saving: Zoo, tmp_path: Path, command: Command) -> None:
+    code, out, err = command("merge", saving.base, *saving.adapters.values(), "-o", tmp_path / "out", "--as", save_as)
+    assert code == 0, err
+    notes = json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"]
+    assert notes == [
+        "what 'chat' changed of 'lm_head.weight', 'model.embed_tokens.weight' is left out: preset 'llm' leaves it at the base; "
+        "a recipe rule such as {match: 'lm_head.weight', do: average} takes it in"
+    ]
+    assert f"note: {notes[0]}" in out.replace("\n", " ")
+    assert "nothing left out" not in out
+
+
+def test_saved_modules_that_a_rule_takes_in_are_saved_modules_again(saving: Zoo, tmp_path: Path) -> None:
+    """What the note advises."""
+    rules = [{"match": name, "do": "average"} for name in ("*lm_head*", "*embed_tokens*")]
+    result = merge(saving, tmp_path / "out", save_as="adapter", tensors=rules)
+    assert not result.plan.notes
+    merge(saving, tmp_path / "dense", tensors=rules)
+    found, base = loaded(saving, tmp_path / "out"), read_tensors(saving.base)
+    assert lora_zoo.read_settings(tmp_path / "out")["modules_to_save"] == ["lm_head", "model.embed_tokens"]
+    assert_same_changes(found, read_tensors(tmp_path / "dense"), base)
+    assert not found["lm_head.weight"].equal(base["lm_head.weight"])
+
+
+def test_what_a_rule_keeps_has_no_note(saving: Zoo, tmp_path: Path) -> None:
+    rules = [{"match": name, "do": "keep"} for name in ("*lm_head*", "*embed_tokens*")]
+    assert not merge(saving, tmp_path / "out", save_as="adapter", tensors=rules).plan.notes
 
 
 def test_adapters_without_any_change(llama: Zoo, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_plan_reads_no_tensor_data(run: Command, models: Models) -> None:
     assert "reads" in out
     assert "peak memory" in out
     assert "GFLOP" in out
+    assert "of all weights: " in out
 
 
 def test_merge_json(run: Command, models: Models, tmp_path: Path) -> None:

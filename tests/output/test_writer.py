@@ -114,6 +114,20 @@ def test_every_tensor_is_accounted_for(models: Models, tmp_path: Path) -> None:
     )
 
 
+def test_the_share_of_weights_is_told(models: Models, tmp_path: Path) -> None:
+    """One table of embeddings may outweigh all layers: counts of tensors say little."""
+    acemerge.merge(models.base, models.experts, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out/acemerge_manifest.json").read_text())
+    base = load_file(models.base / "model.safetensors")
+    elements = dict.fromkeys(("merged", "averaged", "kept", "copied"), 0)
+    for tensor in manifest["tensors"]:
+        elements[tensor["action"]] += base[tensor["name"]].numel()
+    assert {action: manifest["totals"][f"{action}_weights"] for action in elements} == elements
+    total = sum(tensor.numel() for tensor in base.values())
+    told = ", ".join(f"{count / total:.1%} {action}" for action, count in elements.items() if count)
+    assert f"Of all weights: {told}." in (tmp_path / "out/README.md").read_text()
+
+
 @pytest.mark.parametrize("method", ["dare_task_arithmetic", "dare_ties", "della"])
 def test_random_methods_do_not_depend_on_shards_threads_or_order(models: Models, tmp_path: Path, method: str) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "one", method=method, seed=3)

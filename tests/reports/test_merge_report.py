@@ -30,6 +30,8 @@ def test_a_merge_s_report_shows_every_tensor_of_its_manifest(bert: Path) -> None
     assert {figure.name for figure in page.figures} == {"heterogeneity", "lengths", "regulariser", "changes"}
     totals = manifest["totals"]
     assert f"{totals['merged']} merged, {totals['averaged']} averaged, {totals['kept']} kept" in page.verdict
+    weights = sum(totals[f"{action}_weights"] for action in ("merged", "averaged", "kept", "copied"))
+    assert f"{totals['merged_weights'] / weights:.1%} merged" in page.facts["of all weights"]
 
 
 def test_merge_with_report_puts_it_into_the_output_and_its_account(models: Models, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from acemerge.adapters.module import LoraModule, unknown_kind
 from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
+from acemerge.adapters.stacked import take_stacked
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
@@ -86,13 +87,15 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
         raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(names_of_weights)}; download the weights too")
     check_inside(path, (path / CONFIG, file))
     stored = open_file(file)
-    modules, wholes = _sorted_out(stored.tensors, file)
+    modules, wholes = _sorted_out(stored)
+    stacked = take_stacked(modules, stored.tensors, stored.read_unchanged, settings, base, file)
     lora = [LoraModule(module, parts, stored.tensors, settings, file) for module, parts in modules.items()]
     own_headers = {**{own: stored.tensors[key] for own, key in wholes.items()}, **{m.weight: m.header for m in lora}}
     names = _names_in_base(base, own_headers)
     _leave_out_copies(wholes, lora, names, stored, base)
-    changes: dict[str, Change] = {}
+    changes: dict[str, Change] = dict(stacked)
     headers = {names[own]: stored.tensors[key] for own, key in wholes.items()}
+    headers |= {name: TensorHeader("float32", base.tensors[name].shape) for name in stacked}
     for module in lora:
         ours = names[module.weight]
         change = module.change(stored.read_unchanged, ours, base, family)
@@ -101,7 +104,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
             bias = ours.removesuffix("weight") + "bias"
             changes[bias], headers[bias] = module.bias_change(stored.read_unchanged), stored.tensors[module.bias]
     whole_keys = {names[own]: key for own, key in wholes.items()}
-    own_names = {ours: own for own, ours in names.items()}
+    own_names = {ours: own for own, ours in names.items()} | {name: name for name in stacked}
 
     def read(tensor: str) -> Tensor:
         """The whole value, also of what is given as a change: for a head, which is never merged."""
@@ -116,8 +119,9 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     )  # fmt: skip
 
 
-def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+def _sorted_out(stored: WeightsFile) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """{module: {part: key}} of the low-rank ones, and {tensor: key} of those stored whole; both without PEFT's wrappings."""
+    headers, file = stored.tensors, stored.path
     modules: dict[str, dict[str, str]] = {}
     wholes: dict[str, str] = {}
     if not headers:
@@ -129,18 +133,25 @@ def _sorted_out(headers: Mapping[str, TensorHeader], file: Path) -> tuple[dict[s
         match = _MODULE_PART.fullmatch(name)
         if match:
             part = match["part"] if match["kind"] != "bias" else f"{match['part']}.bias"
-            _add_once(modules.setdefault(match["module"], {}), part, key, file)
+            _add_once(modules.setdefault(match["module"], {}), part, key, stored)
         elif "lora_" in name or not name.endswith((".weight", ".bias")):
             raise unknown_kind(key, file)
         else:
-            _add_once(wholes, name.replace(".base_layer.", "."), key, file)
+            _add_once(wholes, name.replace(".base_layer.", "."), key, stored)
     return modules, wholes
 
 
-def _add_once(keys: dict[str, str], name: str, key: str, file: Path) -> None:
-    if name in keys:
-        raise InputError(f"{file}: tensors '{keys[name]}' and '{key}' both stand for {name}; save the adapter again")
-    keys[name] = key
+def _add_once(keys: dict[str, str], name: str, key: str, stored: WeightsFile) -> None:
+    """peft saves a module twice that was trained whole after the vocabulary had grown: alike, or the file is not sound."""
+    first = keys.setdefault(name, key)
+    if first != key and not _same(first, key, stored):
+        raise InputError(
+            f"{stored.path}: tensors '{first}' and '{key}' both stand for {name}, and are not equal; save the adapter again"
+        )
+
+
+def _same(one: str, other: str, stored: WeightsFile) -> bool:
+    return stored.tensors[one] == stored.tensors[other] and bool((stored.read(one) == stored.read(other)).all())
 
 
 def _leave_out_copies(

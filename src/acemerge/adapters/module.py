@@ -95,7 +95,10 @@ class LoraModule:
             )
 
     def _scale(self) -> float:
-        r = self.stored[self._key("lora_A")].shape[0]
+        return self.scale_of(self.stored[self._key("lora_A")].shape[0])
+
+    def scale_of(self, r: int) -> float:
+        """What B A is multiplied by, of rank r."""
         alpha = self._setting("alpha_pattern", "lora_alpha")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < _LARGEST_ALPHA:
             problem = f"lora_alpha of '{self.name}' is {shortened(repr(alpha))}, not a number"

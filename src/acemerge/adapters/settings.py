@@ -19,7 +19,7 @@ _UNDERSTOOD = frozenset(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out use_dora modules_to_save bias lora_bias"
     " init_lora_weights target_modules exclude_modules lora_dropout layers_to_transform layers_pattern auto_mapping"
     " base_model_name_or_path revision task_type inference_mode peft_version loftq_config eva_config runtime_config"
-    " qalora_group_size megatron_core ensure_weight_tying".split()
+    " target_parameters qalora_group_size megatron_core ensure_weight_tying".split()
 )
 # The initialisations that leave the base's weights alone. Others (pissa, olora, loftq, corda, lora_ga) move a part of them into
 # the adapter: its change is not one of the base itself.

@@ -102,12 +102,14 @@ FAMILIES = (
     ),
     Family(
         "generic",
-        "matrices merge; lookup tables, vectors and convolutions average",
+        "matrices merge; lookup tables, the output layer over a vocabulary, vectors and convolutions average",
         averaged=(
             "*embed*.weight",
             "*wte.weight",
             "*wpe.weight",
             "*embedding*",
+            "*lm_head.weight",  # a lookup table backwards, in many models the same one
+            "*embed_out.weight",
             "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
             "*attention_biases",
         ),
@@ -116,6 +118,10 @@ FAMILIES = (
 
 # Constants that some versions of transformers store and others do not.
 BUFFERS = ("*position_ids", "*inv_freq", "*relative_position_index", "*num_batches_tracked")
+
+# Never a linear map of activations, whatever its shape: biases, which a mixture of experts stacks to a matrix, and what a
+# state-space model (Mamba and its kin) decays, skips and steps by.
+NOT_LINEAR = ("*bias", "*A_log", "*.D", "*.dt_bias")
 
 # A task's own output layer: never merged, each expert's is kept beside the output.
 _TASK_HEAD_MODULES = {"classifier", "score", "qa_outputs", "classification_head", "classification_heads"}
@@ -142,9 +148,15 @@ def is_task_head(name: str) -> bool:
 
     >>> is_task_head("classifier.out_proj.weight"), is_task_head("head.weight"), is_task_head("vision_model.head.mlp.fc1.weight")
     (True, True, False)
+
+    A head that pools by attention has more of its own than a linear layer has:
+
+    >>> is_task_head("vision_tower.head.probe")
+    False
     """
-    modules = name.split(".")[:-1]
-    return bool(modules) and (modules[-1] == "head" or not _TASK_HEAD_MODULES.isdisjoint(modules))
+    *modules, parameter = name.split(".")
+    is_linear_head = modules[-1:] == ["head"] and parameter in ("weight", "bias")
+    return is_linear_head or not _TASK_HEAD_MODULES.isdisjoint(modules)
 
 
 def may_be_added(name: str) -> bool:

@@ -52,6 +52,12 @@ class Sources:
         return [source.path for source in (self.base, *self.experts)]
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether it has the form of one, OWNER/NAME or NAME, without a revision."""
+    match = _HUB_ID.fullmatch(name)
+    return match is not None and match["revision"] is None
+
+
 def expand_home(path: Path) -> Path:
     """A path that may begin with ~ or ~user."""
     try:

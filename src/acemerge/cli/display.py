@@ -15,14 +15,13 @@ from rich.table import Table
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
-from acemerge.planning.fates import Action
 from acemerge.planning.plan import Plan
+from acemerge.planning.shares import ACTIONS, shares_told
 from acemerge.planning.tensor import ComputedTensor, computed, is_computed
 from acemerge.recipe.sizes import human_bytes
 from acemerge.reports.facts import facts_told, title
 from acemerge.reports.page import Finding
 
-_ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
 _SCOPES = {
     "all": "every weight takes part",
     "linear": "the weights of linear layers merge, the others average",
@@ -97,7 +96,7 @@ def _how(tensor: ComputedTensor) -> str:
 
 def _print_summary(plan: Plan, console: Console) -> None:
     options = ", ".join(f"{name}={value}" for name, value in asdict(plan.options).items())
-    counts = ", ".join(f"{plan.count(action)} {action}" for action in _ACTIONS)
+    counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
     tied = f", {len(plan.omitted)} tied" if plan.omitted else ""
     console.print(f"method {plan.method.name} ({options})")
     used = f"the weights and data: {plan.data.about}; no labels" if plan.data else "the weights alone"
@@ -105,6 +104,7 @@ def _print_summary(plan: Plan, console: Console) -> None:
     preset = f"preset {plan.family.name}: {plan.family.about}"
     console.print(f"{_SCOPES.get(plan.method.touches, preset)}; orientation {plan.recipe.orientation}")
     console.print(f"{len(plan.tensors) + len(plan.omitted)} tensors: {counts}{tied}")
+    console.print(f"of all weights: {shares_told(plan.weights)}")
     if any(expert.changes is not None for expert in plan.experts):
         console.print(_routes(plan))
     if plan.heads:
@@ -137,7 +137,7 @@ def print_result(result: MergeResult, verbose: bool) -> None:
         ranks = [record["rank"] for record in result.tensors if "relative_error" in record]
         error = overall_error(result.tensors)
         told = result.plan.recipe.rank or error > ROUNDED_TO_FLOAT32
-        lost = f"relative error {error:.2e} over all tensors" if told else "nothing left out"
+        lost = f"relative error {error:.2e} over all tensors" if told else "with nothing cut off"
         console.print(f"an adapter of rank {max(ranks, default=0)} at most, {lost}")
     size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
     console.print(f"wrote {result.output} ({human_bytes(size)})")

@@ -55,7 +55,7 @@ class RecipeFlags:
         None, "What to write: 'model', or 'adapter' to merge LoRA adapters into one LoRA adapter.", "--as"
     )
     rank: int | None = option(
-        None, "With --as adapter: the largest rank to write. By default the merge's own, with nothing left out.", least=1
+        None, "With --as adapter: the largest rank to write. By default the merge's own, with nothing cut off.", least=1
     )
     shard_size: str | None = option(None, "Largest output file, such as 500MB; 5GB by default.")
     allow_nonfinite: bool = option(

@@ -17,7 +17,7 @@ from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.execute.passes import gather_at_points
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
-from acemerge.output.manifest import ACTIONS, Manifest
+from acemerge.output.manifest import Manifest
 from acemerge.output.model_card import write_documents
 from acemerge.output.resources import check_space, needed_space
 from acemerge.output.staging import Staging, check_output, staged_output
@@ -25,6 +25,7 @@ from acemerge.output.task_models import write_heads
 from acemerge.planning.kinship import refused_strangers
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress, show_progress
+from acemerge.planning.shares import ACTIONS
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.reports.figure import check_installed

@@ -17,6 +17,7 @@ from acemerge.adapters.adapter import Adapter
 from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import CONFIG
 from acemerge.checkpoints.formats.registry import open_file
+from acemerge.checkpoints.source import is_hub_id
 from acemerge.errors import MergeError
 from acemerge.output.input_hashes import content_sha256
 from acemerge.output.writer import GrowingFile
@@ -100,7 +101,7 @@ def write_adapter_config(plan: Plan, sources: Sources, folder: Path) -> None:
     settings = {
         "peft_type": "LORA",
         "task_type": _task_type(adapters),
-        "base_model_name_or_path": sources.base.hub_id or _public_base(adapters),
+        "base_model_name_or_path": sources.base.hub_id or _public_base(adapters) or sources.base.path.resolve().name,
         "inference_mode": True,
         "r": largest,
         "lora_alpha": largest,  # the scale alpha / r is 1: it is in the factors
@@ -122,9 +123,9 @@ def _common(adapters: Sequence[Adapter], field: str) -> Any:
 
 
 def _public_base(adapters: Sequence[Adapter]) -> str | None:
-    """What the adapters say that they belong to, if they agree and it is no folder of this machine."""
+    """What the adapters say that they belong to, if they agree and it can be a hub id: no path, no folder of this machine."""
     name = _common(adapters, "base_model_name_or_path")
-    return name if isinstance(name, str) and not Path(name).is_absolute() and not Path(name).exists() else None
+    return name if isinstance(name, str) and is_hub_id(name) and not Path(name).exists() else None
 
 
 def _task_type(adapters: Sequence[Adapter]) -> str | None:

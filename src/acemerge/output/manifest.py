@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,13 +14,12 @@ from acemerge.checkpoints.folder import read_json
 from acemerge.errors import InputError
 from acemerge.output.adapter_writer import overall_error
 from acemerge.output.input_hashes import Hashes, content_sha256
-from acemerge.planning.fates import Action
 from acemerge.planning.layer_names import kind_of
 from acemerge.planning.plan import Plan
+from acemerge.planning.shares import weights_by_fate
 from acemerge.version import __version__
 
 MANIFEST = "acemerge_manifest.json"
-ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
 _LARGEST = 200_000_000  # bytes: about 1 kB for each tensor, and the largest models have 100,000
 _OUTCOME = ("warnings", "written", "sha256")  # after the plan's fields and the facts, in a file
 
@@ -134,6 +134,11 @@ class Manifest(_Account):
     parts: dict[str, str] = Field(default_factory=dict)
     files: dict[str, Sha256]
     """Every other file of the folder."""
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """How many numbers have which fate."""
+        return weights_by_fate((tensor.action, math.prod(tensor.shape)) for tensor in self.tensors)
 
     @property
     def merged(self) -> list[TensorRecord]:

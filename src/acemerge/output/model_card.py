@@ -18,6 +18,7 @@ from acemerge.output.input_hashes import Hashes
 from acemerge.output.manifest import Manifest, manifest_of, write_manifest
 from acemerge.output.staging import Staging
 from acemerge.planning.plan import Plan
+from acemerge.planning.shares import ACTIONS, shares_told
 from acemerge.version import __version__
 
 
@@ -101,7 +102,7 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
         front["license"] = licence
     files = "\n".join(f"| {model} | `{file}` | `{sha}` |" for model, own in hashes.items() for file, sha in own.items())
     experts = "\n".join(f"- {source.public_name}" for source in sources.experts)
-    counts = ", ".join(f"{plan.count(action)} {action}" for action in ("merged", "averaged", "kept", "copied"))
+    counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
     tied = f", {len(plan.omitted)} tied and stored once" if plan.omitted else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
@@ -116,7 +117,7 @@ Base: {sources.base.public_name}. Experts:
 
 {experts}
 
-Tensors: {counts}{tied}. `acemerge_manifest.json` says which, and why.
+Tensors: {counts}{tied}. Of all weights: {shares_told(plan.weights)}. `acemerge_manifest.json` says which, and why.
 {_adapter_section(plan)}{_per_task_section(plan)}{_heads_section(plan)}
 ## Recipe
 

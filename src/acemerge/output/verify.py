@@ -11,8 +11,9 @@ from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
 from acemerge.checkpoints.formats.registry import weight_suffixes
 from acemerge.errors import InputError
 from acemerge.output.input_hashes import content_sha256
-from acemerge.output.manifest import ACTIONS, MANIFEST, Manifest, TensorRecord, files_below, read_manifest
+from acemerge.output.manifest import MANIFEST, Manifest, TensorRecord, files_below, read_manifest
 from acemerge.output.writer import tensor_sha256
+from acemerge.planning.shares import ACTIONS
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from acemerge.methods.registry import Uses
 from acemerge.planning.data import PlannedData
 from acemerge.planning.estimates import flops, input_bytes, measured_bytes, parts_bytes, peak_memory
 from acemerge.planning.fates import Action
+from acemerge.planning.shares import ACTIONS, weights_by_fate
 from acemerge.planning.tensor import PlannedTensor, computed, is_computed
 from acemerge.recipe.recipe import Recipe
 from acemerge.version import __version__
@@ -127,6 +128,11 @@ class Plan:
         """How many tensors have this fate."""
         return sum(tensor.action == action for tensor in self.tensors)
 
+    @cached_property
+    def weights(self) -> dict[str, int]:
+        """How many numbers have which fate."""
+        return weights_by_fate((tensor.action, tensor.header.elements) for tensor in self.tensors)
+
     def to_json(self) -> dict[str, Any]:
         """The whole plan for machines."""
         return {
@@ -141,7 +147,8 @@ class Plan:
             "uses": self.uses,
             **({"data": self.data.record} if self.data else {}),
             "totals": {
-                **{action: self.count(action) for action in ("merged", "averaged", "kept", "copied")},
+                **{action: self.count(action) for action in ACTIONS},
+                **{f"{action}_weights": count for action, count in self.weights.items()},
                 "omitted_tied": len(self.omitted),
                 "input_bytes": self.input_bytes,
                 "output_bytes": self.output_bytes,

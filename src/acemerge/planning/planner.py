@@ -12,6 +12,7 @@ from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import EXPAND
 from acemerge.checkpoints.families import (
     BUFFERS,
+    NOT_LINEAR,
     align_names,
     choose_family,
     fused_matrices,
@@ -33,6 +34,7 @@ from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why
 from acemerge.planning.tensor import Planned, PlannedTensor, computed
+from acemerge.planning.tokenizers import tokenizer_notes
 from acemerge.planning.view import View
 from acemerge.recipe.recipe import Recipe, TensorRule
 
@@ -85,6 +87,7 @@ class _Planner:
             tensors, self.problems = tuple(as_adapter), [*self.problems, *problems]
         self._report_strangers()
         self._report_missing(tensors)
+        self._note_changes_left_out(tensors)
         self._say_one_model_per_task(tensors)
         if self.layers:
             self.problems.extend(self.layers.problems(self.recipe, tensors))
@@ -115,6 +118,7 @@ class _Planner:
         for expert in self.experts:
             if kinds := self._other_kind(expert):
                 self.notes.append(f"expert '{expert.name}' is another kind of model than the base{kinds}")
+        self.notes.extend(tokenizer_notes(self.base, self.experts))
 
     # -- one tensor of the base
 
@@ -217,6 +221,8 @@ class _Planner:
             return rest, Reason(Why.NOT_A_MATRIX, str(len(header.shape)))
         if min(header.shape) <= 1:
             return rest, Reason(Why.VECTOR)
+        if not _forces(rule) and matches(name, NOT_LINEAR):
+            return rest, Reason(Why.NOT_LINEAR)
         if not _forces(rule) and matches(name, self.family.averaged):
             return rest, Reason(Why.NOT_LINEAR_BY_PRESET, self.family.name)
         return "merged", asked
@@ -304,6 +310,30 @@ class _Planner:
             self.problems.append(
                 f"base {self.base.where} and the experts have no weights in common to merge; are these fine-tunes of this base?"
             )
+
+    def _note_changes_left_out(self, tensors: Sequence[PlannedTensor]) -> None:
+        """An adapter stores only what it was told to change. What stays at the base nevertheless, unasked, is worth knowing."""
+        left_out: dict[tuple[Reason, tuple[str, ...]], list[str]] = {}
+        for tensor in tensors:
+            reason = tensor.fate.reason
+            asked = reason.is_task_head or reason.why is Why.RULE
+            if isinstance(tensor.fate, Kept) and not asked and (changed_by := self._adapters_that_change(tensor)):
+                left_out.setdefault((reason, changed_by), []).append(tensor.name)
+        for (reason, changed_by), names in left_out.items():
+            adapters = " and ".join(f"'{name}'" for name in changed_by)
+            self.notes.append(
+                f"what {adapters} changed of {_some(names)} is left out: {reason}; a recipe rule such as "
+                f"{{match: '{names[0]}', do: average}} takes it in"
+            )
+
+    def _adapters_that_change(self, tensor: PlannedTensor) -> tuple[str, ...]:
+        """By their names. One of another shape, such as a larger vocabulary, has a note of its own."""
+        found = []
+        for expert, names in zip(self.experts, self.names, strict=True):
+            theirs = names.get(tensor.name)
+            if expert.changes is not None and theirs and expert.tensors[theirs].shape == tensor.header.shape:
+                found.append(expert.name)
+        return tuple(found)
 
     def _say_one_model_per_task(self, tensors: Sequence[PlannedTensor]) -> None:
         for name in per_task_methods(tensors):

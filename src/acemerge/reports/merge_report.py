@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32
-from acemerge.output.manifest import ACTIONS, Manifest, TensorRecord
+from acemerge.output.manifest import Manifest, TensorRecord
 from acemerge.planning.layer_names import depths, kinds_in_order, layers_of
+from acemerge.planning.shares import ACTIONS, shares_told
 from acemerge.reports.facts import facts_told, title
 from acemerge.reports.figure import Figure
 from acemerge.reports.layer_figures import (
@@ -58,6 +59,7 @@ def merge_page(account: Manifest) -> Page:
 def _facts(account: Manifest) -> dict[str, str]:
     options = ", ".join(f"{name}={value}" for name, value in account.options.items())
     facts = {"method": f"{account.method} ({options})", "preset": account.family, "orientation": account.orientation}
+    facts["of all weights"] = shares_told(account.weights)
     if account.saved_as == "adapter":
         facts["written as"] = "one LoRA adapter"
     if account.heads:

@@ -1,0 +1,86 @@
+"""Families whose tensors are not what their shapes suggest, under the names that transformers stores them by."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from acemerge.checkpoints.folder import open_checkpoint
+from acemerge.planning.plan import Plan
+from acemerge.planning.planner import build_plan
+from acemerge.recipe.recipe import make_recipe
+from model_zoo import quiet_transformers
+
+_LAYERS: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "num_hidden_layers": 1}
+_TEXT: dict[str, Any] = {**_LAYERS, "num_key_value_heads": 1, "vocab_size": 40, "bos_token_id": 0, "eos_token_id": 0}
+_PICTURES: dict[str, Any] = {**_LAYERS, "image_size": 8, "patch_size": 4}
+
+
+def _gpt_oss() -> Any:
+    settings = {"head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"]}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**_TEXT, pad_token_id=0, **settings))
+
+
+def _mamba() -> Any:
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 40, "state_size": 4, "tie_word_embeddings": False}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**settings))
+
+
+def _gemma3() -> Any:
+    text = {**_TEXT, "head_dim": 8, "pad_token_id": 0}
+    config = transformers.Gemma3Config(text_config=text, vision_config=_PICTURES, mm_tokens_per_image=1)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _qwen2_vl() -> Any:
+    text = {**_TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def planned(model: Any, folder: Path, method: str = "ace") -> Plan:
+    """The plan of a merge of two experts that have the model's own tensors."""
+    with quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    base = open_checkpoint(folder, "base")
+    experts = [replace(base, name=name, files=()) for name in ("one", "two")]
+    return build_plan(make_recipe({"base": "base", "experts": ["one", "two"], "method": method}), base, experts, base.config)
+
+
+@pytest.mark.parametrize(
+    ("model", "averaged", "merged"),
+    [
+        (
+            _gpt_oss,
+            ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias", "lm_head.weight"],
+            ["mlp.router.weight", "self_attn.q_proj.weight"],
+        ),
+        (_mamba, ["mixer.A_log", "mixer.D", "conv1d.weight", "lm_head.weight"], ["in_proj.weight", "x_proj.weight"]),
+        (
+            _gemma3,
+            ["vision_tower.head.probe", "position_embedding.weight", "embed_tokens.weight"],
+            ["vision_tower.head.mlp.fc1.weight", "self_attn.out_proj.weight"],
+        ),
+        (_qwen2_vl, ["lm_head.weight", "embed_tokens.weight"], ["visual.merger.mlp.0.weight", "mlp.up_proj.weight"]),
+    ],
+    ids=["gpt-oss", "mamba", "gemma3", "qwen2-vl"],
+)
+def test_only_linear_maps_merge(model: Any, averaged: list[str], merged: list[str], tmp_path: Path) -> None:
+    plan = planned(model(), tmp_path / "base")
+    for action, endings in (("averaged", averaged), ("merged", merged)):
+        for ending in endings:
+            fates = {tensor.action for tensor in plan.tensors if tensor.name.endswith(ending)}
+            assert fates == {action}, ending
+    assert not plan.heads
+
+
+def test_a_method_for_every_tensor_takes_them_all(tmp_path: Path) -> None:
+    plan = planned(_gpt_oss(), tmp_path / "base", "task_arithmetic")
+    assert {tensor.action for tensor in plan.tensors} == {"merged"}
