@@ -1,4 +1,6 @@
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from acemerge.methods import all_methods
 from command import Command
 from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
@@ -286,12 +289,33 @@ def test_what_is_given_twice_is_refused(run: Command, models: Models, tmp_path: 
 
 def test_methods_lists_and_describes(run: Command) -> None:
     _, out, _ = run("methods")
-    assert "ace" in out
-    assert "average" in out
+    found = re.findall(r"^  (\w+)  ", out, re.MULTILINE)
+    assert sorted(found) == [method.name for method in all_methods()]
+    assert found[0] == "ace"
+    assert all(title in out for title in ("Closed form", "Spectral", "Entry by entry", "Use data", "One model per task"))
     _, out, _ = run("methods", "ace")
     assert all(option in out for option in ("epsilon", "tau", "k_frac", "normalise", "prior", "refine", "alpha"))
     _, out, _ = run("methods", "ace", "--json")
     assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
+
+
+def test_columns_say_how_wide_a_pipe_is() -> None:
+    program = "from acemerge.cli.display import new_console; print(new_console().width)"
+    for columns, width in ({}, 200), ({"COLUMNS": "80"}, 80):
+        environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | columns
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+        assert int(done.stdout) == width
+
+
+def test_methods_fit_80_columns_without_cutting_words() -> None:
+    command = [sys.executable, "-m", "acemerge", "methods"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"})
+    lines = done.stdout.splitlines()
+    assert len(lines) < 80
+    assert max(map(len, lines)) <= 80
+    words = {word.rstrip(".:") for method in all_methods() for word in method.summary.split()}
+    shown = [word for line in lines if line.startswith(" " * 24) for word in line.split()]
+    assert {word.rstrip(".:") for word in shown} <= words
 
 
 def test_task_command_needs_something_to_put_back(run: Command, models: Models, tmp_path: Path) -> None:
