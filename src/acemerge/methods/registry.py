@@ -28,6 +28,7 @@ from torch import Tensor
 
 from acemerge.discovery import register_all
 from acemerge.errors import InputError, did_you_mean
+from acemerge.methods.mergekit_names import mergekit_hint
 from acemerge.methods.option_text import DescribedOption, Fact, describe_option
 from acemerge.numerics.frame import Frame, Sides, standard_frame
 from acemerge.numerics.randomness import generator_for
@@ -207,7 +208,8 @@ class Method:
         known = [f.name for f in fields(self.options_type)]
         for name in given:
             if name not in known:
-                raise InputError(f"method '{self.name}' has no option '{name}': {did_you_mean(name, known)}")
+                hint = mergekit_hint(self.name, name) or did_you_mean(name, known)
+                raise InputError(f"method '{self.name}' has no option '{name}': {hint}")
         for option in self.describe_options():
             # pydantic would take true for 1.
             if isinstance(given.get(option.name), bool) and "true or false" not in option.allowed:

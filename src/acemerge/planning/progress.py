@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from acemerge.planning.estimates import input_bytes, work
 from acemerge.planning.plan import Plan
@@ -148,7 +148,7 @@ class LiveProgress:
         self._tally.advance(tensor)
         self.bar.update(self._task, completed=self._tally.done_work, description=tensor.name, **self._fields())
 
-    def _fields(self) -> dict[str, str]:
+    def _fields(self) -> dict[str, Any]:
         return {"count": f"{self._tally.done_tensors}/{self._tally.tensors}", "read": human_bytes(self._tally.done_bytes)}
 
     def say(self, message: str) -> None:
