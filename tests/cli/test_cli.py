@@ -81,6 +81,23 @@ def test_plan_reads_no_tensor_data(run: Command, models: Models) -> None:
     assert "GFLOP" in out
 
 
+def test_plan_shows_like_layers_together(run: Command, tmp_path: Path) -> None:
+    base = {f"h.{i}.{name}.weight": torch.zeros(4, 4) for i in range(3) for name in ("attn.c_proj", "other")}
+    write_model(tmp_path / "base", base, {"model_type": "gpt2"})
+    experts = [write_model(tmp_path / f"e{i}", fine_tuned(base, i), {"model_type": "gpt2"}) for i in range(2)]
+    rules = [{"match": "h.2.other.*", "method": "ties"}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"base": "base", "experts": ["e0", "e1"], "tensors": rules}))
+    _, out, _ = run("plan", tmp_path / "recipe.yaml")
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.startswith(("h.", " h."))}
+    assert lines == {
+        "h.{0..2}.attn.c_proj.weight": "3 x 4x4 float32 merged by ace, stored [in, out], merged as [out, in]",
+        "h.{0..1}.other.weight": "2 x 4x4 float32 merged by ace",
+        "h.2.other.weight": "4x4 float32 merged rule 'h.2.other.*': by ties",
+    }
+    _, out, _ = run("plan", tmp_path / "base", *experts, "-v")
+    assert all(name in out for name in base)
+
+
 def test_merge_json(run: Command, models: Models, tmp_path: Path) -> None:
     code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "--json")
     assert code == 0

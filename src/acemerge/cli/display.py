@@ -18,8 +18,10 @@ from acemerge.methods import Method
 from acemerge.methods.registry import Group
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
 from acemerge.planning.fates import Action
+from acemerge.planning.like_layers import together
 from acemerge.planning.plan import Plan
-from acemerge.planning.tensor import ComputedTensor, computed, is_computed
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, is_computed
+from acemerge.planning.view import View
 from acemerge.recipe.sizes import human_bytes
 from acemerge.reports.facts import facts_told, title
 from acemerge.reports.page import Finding
@@ -72,13 +74,14 @@ def print_findings(level: str, verdict: str, findings: Sequence[Finding]) -> Non
     console.print()
 
 
-def print_plan(plan: Plan) -> None:
-    """Every tensor's fate, then the totals."""
+def print_plan(plan: Plan, verbose: bool) -> None:
+    """The tensors' fates, like ones of all layers on one line or, with `verbose`, one by one; then the totals."""
     table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
-    for tensor in plan.tensors:
-        shape = "x".join(map(str, tensor.header.shape)) or "scalar"
-        why = tensor.reason or (_how(tensor) if is_computed(tensor) else "")
-        table.add_row(tensor.name, shape, tensor.output_dtype, tensor.action, why)
+    cells = [(tensor.name, _fate_cells(tensor), tensor) for tensor in plan.tensors]
+    lines = [(name, [tensor]) for name, _, tensor in cells] if verbose else together(cells)
+    for name, alike in lines:
+        shape, *rest = _fate_cells(alike[0])
+        table.add_row(name, f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
     for name, original in plan.omitted.items():
         table.add_row(name, "", "", "tied", f"stored once, as {original}")
     console = new_console()
@@ -92,10 +95,17 @@ def print_plan(plan: Plan) -> None:
     )
 
 
+def _fate_cells(tensor: PlannedTensor) -> tuple[str, ...]:
+    """Shape, dtype, fate and why."""
+    shape = "x".join(map(str, tensor.header.shape)) or "scalar"
+    told = [tensor.reason, _how(tensor) if is_computed(tensor) and tensor.action == "merged" else ""]
+    return shape, tensor.output_dtype, tensor.action, ": ".join(filter(None, told))
+
+
 def _how(tensor: ComputedTensor) -> str:
     fate = tensor.fate
     core = f", in a core of rank {fate.core.rank}" if fate.core else ""
-    return f"by {fate.method}{core}" + (", stored [in, out]" if fate.view.transposed else "")
+    return f"by {fate.method}{core}" + (f", {fate.view.orientation}" if fate.view != View() else "")
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
