@@ -15,6 +15,10 @@ from acemerge.output.task_models import load_expert_head
 METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
 SENTENCE = "Une belle surprise: the best film I have seen this year."
 TEST_ROWS = 200
+HEADS_KNOW_ONE_TASK = (
+    "Each head knows sentences of its own task only, and always names one of its classes: to a film review, the heads for "
+    "commit messages and news answer too, and mean little."
+)
 
 
 def run_demo(output: Path, say: Say) -> Table:

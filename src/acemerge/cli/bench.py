@@ -289,3 +289,4 @@ def demo_command(
         print(f'Ask it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"\n\n"{demo.SENTENCE}"')
     for task, answer, share in demo.ask(output / "merged", ask or demo.SENTENCE):
         print(f"  {task}: {answer} ({share:.0%})")
+    print(f"\n{demo.HEADS_KNOW_ONE_TASK}")
