@@ -23,6 +23,7 @@ def test_commands_and_suites_go_together() -> None:
     assert set(command.ANALYSES) == set(ANALYSES)
     names = {task.name for name in SUITES for task in suites.get_suite(name).tasks if name.startswith("text")}
     assert len(names) == 14
+    assert {task.name for task in suites.get_suite("demo").tasks} == {"movie", "langid", "commits", "reuters_r8"}
     without_data = {method.name for method in all_methods() if method.uses == "weights"}
     assert set(default_methods(8)) == without_data - {"slerp"}
     for candidates in (make() for make in ANALYSES.values()):

@@ -1,4 +1,6 @@
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from acemerge.methods import all_methods
 from command import Command
 from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
@@ -77,6 +80,23 @@ def test_plan_reads_no_tensor_data(run: Command, models: Models) -> None:
     assert "peak memory" in out
     assert "GFLOP" in out
     assert "of all weights: " in out
+
+
+def test_plan_shows_like_layers_together(run: Command, tmp_path: Path) -> None:
+    base = {f"h.{i}.{name}.weight": torch.zeros(4, 4) for i in range(3) for name in ("attn.c_proj", "other")}
+    write_model(tmp_path / "base", base, {"model_type": "gpt2"})
+    experts = [write_model(tmp_path / f"e{i}", fine_tuned(base, i), {"model_type": "gpt2"}) for i in range(2)]
+    rules = [{"match": "h.2.other.*", "method": "ties"}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"base": "base", "experts": ["e0", "e1"], "tensors": rules}))
+    _, out, _ = run("plan", tmp_path / "recipe.yaml")
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.startswith(("h.", " h."))}
+    assert lines == {
+        "h.{0..2}.attn.c_proj.weight": "3 x 4x4 float32 merged by ace, stored [in, out], merged as [out, in]",
+        "h.{0..1}.other.weight": "2 x 4x4 float32 merged by ace",
+        "h.2.other.weight": "4x4 float32 merged rule 'h.2.other.*': by ties",
+    }
+    _, out, _ = run("plan", tmp_path / "base", *experts, "-v")
+    assert all(name in out for name in base)
 
 
 def test_merge_json(run: Command, models: Models, tmp_path: Path) -> None:
@@ -290,12 +310,33 @@ def test_what_is_given_twice_is_refused(run: Command, models: Models, tmp_path: 
 
 def test_methods_lists_and_describes(run: Command) -> None:
     _, out, _ = run("methods")
-    assert "ace" in out
-    assert "average" in out
+    found = re.findall(r"^  (\w+)  ", out, re.MULTILINE)
+    assert sorted(found) == [method.name for method in all_methods()]
+    assert found[0] == "ace"
+    assert all(title in out for title in ("Closed form", "Spectral", "Entry by entry", "Use data", "One model per task"))
     _, out, _ = run("methods", "ace")
     assert all(option in out for option in ("epsilon", "tau", "k_frac", "normalise", "prior", "refine", "alpha"))
     _, out, _ = run("methods", "ace", "--json")
     assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
+
+
+def test_columns_say_how_wide_a_pipe_is() -> None:
+    program = "from acemerge.cli.display import new_console; print(new_console().width)"
+    for columns, width in ({}, 200), ({"COLUMNS": "80"}, 80):
+        environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | columns
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+        assert int(done.stdout) == width
+
+
+def test_methods_fit_80_columns_without_cutting_words() -> None:
+    command = [sys.executable, "-m", "acemerge", "methods"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"})
+    lines = done.stdout.splitlines()
+    assert len(lines) < 80
+    assert max(map(len, lines)) <= 80
+    words = {word.rstrip(".:") for method in all_methods() for word in method.summary.split()}
+    shown = [word for line in lines if line.startswith(" " * 24) for word in line.split()]
+    assert {word.rstrip(".:") for word in shown} <= words
 
 
 def test_task_command_needs_something_to_put_back(run: Command, models: Models, tmp_path: Path) -> None:

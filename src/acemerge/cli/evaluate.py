@@ -30,10 +30,13 @@ def evaluate_command(
     ] = None,
     run_generated_code: RunCode = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the results.")] = Path("evaluate-output"),
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, only the results.")] = False,
 ) -> None:
     """Measure one model on a suite's tasks, and print the paper's numbers below.
 
-    [bold]acemerge evaluate merged --suite text-8[/]                       a folder that `acemerge merge` wrote, with its heads
+    [bold]acemerge evaluate demo-output/merged --suite demo[/]             what `acemerge demo` merged, with its heads
+
+    [bold]acemerge evaluate merged --suite demo --tasks movie,commits[/]   a merge of two of its experts
 
     [bold]acemerge evaluate expert --suite text-8 --tasks movie[/]         a model with a head of its own is for one task
 
@@ -49,6 +52,10 @@ def evaluate_command(
     check_folder(output)
     source = resolve_source(model)
     compared = chosen.normalised if with_experts is None else with_experts
-    table = evaluate_model(chosen, source, limit or chosen.limit, compared, say)
+    table = evaluate_model(chosen, source, limit or chosen.limit, compared, _say_nothing if quiet else say)
     chosen_tasks = ["+".join(task.name for task in chosen.tasks)] if tasks else []
     publish_table(table, output, "-".join([source.short_name, suite, *chosen_tasks, *([str(limit)] if limit else [])]))
+
+
+def _say_nothing(message: str) -> None:
+    """For -q."""

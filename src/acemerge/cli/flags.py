@@ -48,6 +48,11 @@ class RecipeFlags:
         None, "canonical: matrices as \\[out, in] whatever their storage. stored: as they lie in the file."
     )
     missing: str | None = option(None, "A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it.")
+    heads: str | None = option(
+        None,
+        "Task heads: 'own' (the default; the base's in the model, each expert's in heads/), 'average' for experts with the same "
+        "labels, or 'keep' the base's only.",
+    )
     dtype: str | None = option(
         None, "Output dtype: float32, bfloat16, float16 or float64; by default each tensor keeps the base's."
     )

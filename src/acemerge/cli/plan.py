@@ -19,6 +19,7 @@ def plan_command(
     asked: RecipeFlags,
     run: RunOptions,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also check that this output can be written.")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="List every tensor by itself.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a merge would do to every tensor, and what it would cost.
@@ -41,4 +42,4 @@ def plan_command(
     if as_json:
         print_json(plan.to_json())
     else:
-        print_plan(plan)
+        print_plan(plan, verbose)

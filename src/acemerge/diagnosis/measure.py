@@ -15,20 +15,21 @@ from torch import Tensor
 from acemerge.checkpoints.families import align_names
 from acemerge.checkpoints.source import Sources
 from acemerge.diagnosis import DEFAULT_CANDIDATES
-from acemerge.diagnosis.candidates import Candidate, common_core, plan_candidates
+from acemerge.diagnosis.candidates import Candidate, common_core, parse_candidate, plan_candidates
 from acemerge.diagnosis.entries import Entries, read_entries
 from acemerge.diagnosis.interference import Objective
 from acemerge.diagnosis.spectra import Spectra, measure_spectra
 from acemerge.errors import MergeError
 from acemerge.execute.opening import make_plan
-from acemerge.methods import get_method
+from acemerge.methods import Method, get_method
 from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity, regulariser_share
 from acemerge.numerics.covariance import Experts
 from acemerge.numerics.frame import Frame, standard_frame
+from acemerge.numerics.linalg import directions_flops
 from acemerge.planning.layer_names import depths, kind_of
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
-from acemerge.planning.tensor import ComputedTensor, PlannedTensor, is_computed
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, core_shape, is_computed
 from acemerge.recipe.recipe import Recipe, TensorRule
 from acemerge.tensors.nonfinite import nonfinite_values
 from acemerge.tensors.task_vectors import load_task_vectors, tensor_context
@@ -133,7 +134,7 @@ def measure(
     everything = _plan_of_everything(plan, sources)
     comparable = recipe.model_copy(update={"tensors": [*_rules_to_keep(plan), *recipe.tensors]})
     planned_candidates = plan_candidates([*candidates, "average"], comparable, sources, where, progress)
-    looked_into = _sample(plan) if quick else {tensor.name for tensor in plan.tensors if tensor.action == "merged"}
+    looked_into = _looked_into(plan, quick)
     place = depths(tensor.name for tensor in everything.tensors)
     by_name = {tensor.name: tensor for tensor in plan.tensors}
     found = []
@@ -150,9 +151,22 @@ def measure(
     )  # fmt: skip
 
 
-def planned_work(recipe: Recipe, sources: Sources) -> Plan:
-    """What a diagnosis will read, for its progress bar."""
-    return _plan_of_everything(make_plan(_by_ace(recipe), sources), sources)
+def planned_work(recipe: Recipe, sources: Sources, candidates: Sequence[str], *, quick: bool) -> tuple[Plan, dict[str, float]]:
+    """For its progress bar: what a diagnosis will read, and the operations of looking into matrices, by their names."""
+    plan = make_plan(_by_ace(recipe), sources)
+    methods = [get_method(parse_candidate(text)[0]) for text in dict.fromkeys(candidates)]
+    looked_into = _looked_into(plan, quick)
+    more = {t.name: _flops_of_a_look(t, methods) for t in computed(plan.tensors) if t.name in looked_into}
+    return _plan_of_everything(plan, sources), more
+
+
+def _flops_of_a_look(tensor: ComputedTensor, methods: Sequence[Method]) -> float:
+    """Each candidate's merge and its forecast, and the spectra of ACE's P and M and of every expert."""
+    tasks, rows, columns = core_shape(tensor)
+    forecast = 2.0 * tasks * rows * columns * min(rows, columns)
+    spectra = 2 * get_method("ace").flops(tasks, rows, columns)
+    spectra += (2 + tasks) * directions_flops(rows, columns, min(rows, columns))
+    return spectra + sum(method.flops(tasks, rows, columns) + forecast for method in methods)
 
 
 def _by_ace(recipe: Recipe) -> Recipe:
@@ -176,6 +190,10 @@ def _rules_to_keep(plan: Plan) -> list[TensorRule]:
         if ours in kept and expert.tensors[theirs].shape != kept[ours]
     }
     return [TensorRule(match=name, do="keep") for name in kept if name in misfits]
+
+
+def _looked_into(plan: Plan, quick: bool) -> set[str]:
+    return _sample(plan) if quick else {tensor.name for tensor in plan.tensors if tensor.action == "merged"}
 
 
 def _sample(plan: Plan) -> set[str]:

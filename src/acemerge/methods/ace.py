@@ -85,6 +85,7 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     "ace",
     title="ACE-Merging",
     paper="ACE-Merging, CVPR 2026",
+    closed_form=True,
     low_rank="both",
     facts={
         "gamma": "heterogeneity of the experts' energies",

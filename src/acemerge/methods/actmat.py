@@ -52,6 +52,7 @@ KEPT_DIRECTIONS = {"kept_directions": "directions of the system that the pseudo-
     "actmat",
     title="ACTMat",
     paper="ACTMat, arXiv 2604.01329, 2026",
+    closed_form=True,
     low_rank="both",
     facts=KEPT_DIRECTIONS,
     flops=closed_form_flops,

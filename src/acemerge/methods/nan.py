@@ -68,7 +68,7 @@ def coefficients(norms: list[float]) -> list[float]:
     float64_elements=lambda tasks, rows, columns: 2.0 * rows * columns,  # noqa: ARG005
 )
 def nan(task_vectors: Float[Tensor, "task *shape"], options: NanOptions, context: Context) -> Merged:
-    """LOW CONFIDENCE, no official code: M = s sum_t a_t tau_t, with a_t proportional to one over the expert's norm.
+    """Experts weighted by one over their norms; LOW CONFIDENCE, no official code: M = s sum_t a_t tau_t.
 
     Whose norm (weights or task vector), over what (model or tensor) and the factor s are unsettled; each is an option, the
     defaults are our reading. Weight norms of fine-tunes are nearly equal, so the default is close to task arithmetic with

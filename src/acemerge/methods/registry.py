@@ -28,6 +28,7 @@ from torch import Tensor
 
 from acemerge.discovery import register_all
 from acemerge.errors import InputError, did_you_mean
+from acemerge.methods.mergekit_names import mergekit_hint
 from acemerge.methods.option_text import DescribedOption, Fact, describe_option
 from acemerge.numerics.frame import Frame, Sides, standard_frame
 from acemerge.numerics.randomness import generator_for
@@ -123,6 +124,7 @@ PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 Touches = Literal["matrices", "linear", "blocks", "all"]
 Uses = Literal["weights", "data"]
+Group = Literal["closed form", "spectral", "entry by entry", "uses data", "per task"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Method:
     experts: int | None
     ordered: bool
     per_task: bool
+    closed_form: bool
     elementwise: Elementwise
     low_rank: LowRank
     facts: Facts
@@ -154,6 +157,17 @@ class Method:
     def takes_context(self) -> bool:
         """Whether its kernel asks for more than task vectors and options."""
         return "context" in inspect.signature(self.kernel).parameters
+
+    @property
+    def group(self) -> Group:
+        """Its place in a list of methods."""
+        if self.per_task:
+            return "per task"
+        if self.uses == "data":
+            return "uses data"
+        if self.closed_form:
+            return "closed form"
+        return "entry by entry" if self.touches == "all" else "spectral"
 
     def is_elementwise(self, options: Options) -> bool:
         """Whether each merged entry depends on that entry of the task vectors alone, so that pieces can be merged one by one."""
@@ -194,7 +208,8 @@ class Method:
         known = [f.name for f in fields(self.options_type)]
         for name in given:
             if name not in known:
-                raise InputError(f"method '{self.name}' has no option '{name}': {did_you_mean(name, known)}")
+                hint = mergekit_hint(self.name, name) or did_you_mean(name, known)
+                raise InputError(f"method '{self.name}' has no option '{name}': {hint}")
         for option in self.describe_options():
             # pydantic would take true for 1.
             if isinstance(given.get(option.name), bool) and "true or false" not in option.allowed:
@@ -255,6 +270,7 @@ def method(
     experts: int | None = None,
     ordered: bool = False,
     per_task: bool = False,
+    closed_form: bool = False,
     elementwise: Elementwise = False,
     low_rank: LowRank = None,
     facts: Facts = MappingProxyType({}),
@@ -272,11 +288,12 @@ def method(
     pass. `uses` says what it needs: the "weights" alone, or also "data" of every expert's task; its kernel then finds in
     `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `experts` is the number
     of experts it takes, if only one number will do; `ordered` says that their order matters; `per_task` that it makes one model
-    per task, not one merged model. `elementwise`, or what it gives for the options, says that each entry of the result depends
-    on that entry of the task vectors only (and on the statistics, which then see pieces of tensors, in several threads), that
-    there are no facts or warnings, and that `context.base` is not used: tensors are then merged a piece at a time (see
-    `numerics.pieces`). `low_rank`, or what it gives for the options, names the sides of its matrices whose coordinates it does
-    not depend on (see `numerics.frame`): LoRA experts are then merged in their small common core.
+    per task, not one merged model; `closed_form` that it solves a system of the experts' covariances, by which lists of methods
+    tell it from those that work on singular directions. `elementwise`, or what it gives for the options, says that each entry
+    of the result depends on that entry of the task vectors only (and on the statistics, which then see pieces of tensors, in
+    several threads), that there are no facts or warnings, and that `context.base` is not used: tensors are then merged a piece
+    at a time (see `numerics.pieces`). `low_rank`, or what it gives for the options, names the sides of its matrices whose
+    coordinates it does not depend on (see `numerics.frame`): LoRA experts are then merged in their small common core.
     `facts`, or what it gives for the options, names what the kernel tells of a tensor (`Merged.facts`) and says in a few words
     what each means, for reports; `{expert}` in both stands for an expert's name, where there is one for each. `active_experts`,
     how many experts changed the tensor, needs no declaration.
@@ -291,7 +308,7 @@ def method(
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
             options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, experts=experts, ordered=ordered,
-            per_task=per_task, elementwise=elementwise, low_rank=low_rank, facts=facts, flops=flops,
+            per_task=per_task, closed_form=closed_form, elementwise=elementwise, low_rank=low_rank, facts=facts, flops=flops,
             float64_elements=float64_elements, measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel

@@ -40,6 +40,7 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
     "wudi",
     title="WUDI-Merging",
     paper="Cheng et al., Whoever started the interference should end it, ICML 2025",
+    closed_form=True,
     rest="keep",
     # Adam divides entry by entry: its steps depend on the coordinates, and leave the span of the experts.
     low_rank=lambda options: "both" if options.mode == "closed_form" else None,

@@ -32,6 +32,15 @@ def flops(tensor: PlannedTensor) -> float:
     return sum(map(_flops, apart(tensor))) if is_computed(tensor) else 0.0
 
 
+FLOPS_PER_BYTE = 40.0
+"""To read a byte, make a number of it and write the result takes about as long as so many operations."""
+
+
+def work(tensor: PlannedTensor) -> float:
+    """How long it takes, in operations. Only good for comparing tensors with each other."""
+    return flops(tensor) + FLOPS_PER_BYTE * (input_bytes(tensor) + tensor.output_bytes)
+
+
 def _flops(tensor: ComputedTensor) -> float:
     work = get_method(tensor.fate.method).flops(*core_shape(tensor))
     if core := tensor.fate.core:  # to the core by QR, and back

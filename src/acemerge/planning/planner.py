@@ -66,6 +66,7 @@ class _Planner:
         self.recipe, self.base, self.experts, self.config, self.data, self.layers = recipe, base, experts, config, data, layers
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.unlike_heads: list[str] = []
         self.strangers: dict[str, list[str]] = {}
         self.miscounts: dict[str, list[str]] = {}
         self.family = choose_family(recipe.preset, config, base.tensors)
@@ -82,6 +83,7 @@ class _Planner:
         self._check_models()
         tensors = tuple(self._decide(name) for name in self.base.tensors if name not in self.omitted)
         heads = self._plan_heads(tensors)
+        self._say_what_becomes_of_heads(tensors)
         if self.recipe.save_as == "adapter":
             as_adapter, problems = plan_as_adapter(tensors, self.experts, self.recipe)
             tensors, self.problems = tuple(as_adapter), [*self.problems, *problems]
@@ -140,7 +142,7 @@ class _Planner:
         if rule is not None and rule.do == "keep":
             return Kept(reason=Reason(Why.RULE, rule.match))
         if not _forces(rule) and is_task_head(name):
-            return Kept(reason=Reason(Why.TASK_HEAD))
+            return self._fate_of_head(name, header)
         sources = self._sources(name)
         if not sources:
             return Kept(reason=Reason(Why.UNCHANGED if self.only_adapters else Why.ABSENT))
@@ -166,6 +168,21 @@ class _Planner:
             core=self._core(sources, method.core_sides(options)),
             in_pieces=method.is_elementwise(options) and whole,
         )
+
+    def _fate_of_head(self, name: str, header: TensorHeader) -> Fate:
+        if self.recipe.heads != "average":
+            return Kept(reason=Reason(Why.TASK_HEAD if self.recipe.heads == "own" else Why.TASK_HEAD_LEFT))
+        sources = self._sources(name)
+        present = self._present(sources)
+        if len(present) < len(self.experts) or any(expert.tensors[their].shape != header.shape for expert, their in present):
+            self.unlike_heads.append(name)
+            return Kept(reason=Reason(Why.TASK_HEAD))
+        average = get_method("average")
+        return Averaged(
+            reason=Reason(Why.TASK_HEAD_AVERAGED), method=average.name, options=average.options({}), view=View(), experts=sources,
+            core=self._core(sources, average.core_sides(average.options({}))),
+            in_pieces=all(their not in (expert.changes or {}) for expert, their in present),
+        )  # fmt: skip
 
     def _view(self, name: str, header: TensorHeader, action: Action, method: Method, sources: tuple[ExpertTensor, ...]) -> View:
         """How the method sees it: matrices [out, in], and those that the file has fused apart, if the method is for matrices."""
@@ -356,6 +373,20 @@ class _Planner:
                 heads.append(PlannedHead(index, tuple(own), backbone))
         return tuple(heads)
 
+    def _say_what_becomes_of_heads(self, tensors: Sequence[PlannedTensor]) -> None:
+        """Experts of one task, as in a model soup, may be expected to share a head."""
+        if self.unlike_heads:
+            names = _some(list(dict.fromkeys(self.unlike_heads)))
+            self.problems.append(f"--heads average: the base and the experts have no {names} of the same shape; use --heads own")
+        labels = [expert.config.get("id2label") for expert in self.experts]
+        kept = [tensor.name for tensor in tensors if tensor.fate.reason.why is Why.TASK_HEAD]
+        everywhere = [name for name in kept if all(name in names for names in self.names)]
+        if len(labels) > 1 and labels[0] and all(own == labels[0] for own in labels) and everywhere:
+            self.notes.append(
+                f"the experts have the same labels, but the model keeps the base's head ({_some(everywhere)}); each expert's own "
+                "is in heads/. --heads average averages them"
+            )
+
     def _belongs_to_head(self, ours: str, theirs: str, planned: Mapping[str, PlannedTensor], expert: Checkpoint) -> bool:
         """Whether an expert's tensor is its own; reports it when it has no place in the output at all."""
         if ours in planned:
@@ -369,7 +400,9 @@ class _Planner:
             return False
         rule = self._rule_for(ours) or self._rule_for(theirs)
         if may_be_added(theirs) or (rule is not None and rule.do == "head"):
-            return True
+            if self.recipe.heads == "average":
+                self.unlike_heads.append(theirs)
+            return self.recipe.heads == "own"
         self.strangers.setdefault(expert.name, []).append(theirs)
         return False
 

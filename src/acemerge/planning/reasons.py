@@ -16,6 +16,8 @@ class Why(Enum):
     CONSTANT = "a constant, not a weight"
     TASK_HEAD = "a task head; each expert's own is in heads/"
     TASK_HEAD_BY_RULE = "rule '{}': a task head; each expert's own is in heads/"
+    TASK_HEAD_AVERAGED = "a task head, averaged as asked"
+    TASK_HEAD_LEFT = "a task head, left at the base as asked"
     ABSENT = "no expert has it"
     UNCHANGED = "no adapter changes it"
     KEPT_BY_PRESET = "preset '{}' leaves it at the base"

@@ -74,6 +74,8 @@ class Recipe(_Strict):
     preset: str = "auto"
     orientation: Orientation = "canonical"
     missing: Literal["error", "skip"] = "error"
+    heads: Literal["own", "average", "keep"] = "own"
+    """Of tasks. own: the base's in the model, each expert's in heads/; average: the experts' mean; keep: the base's only."""
     dtype: Dtype | None = None
     allow_nonfinite: bool = False
     """Whether NaN and infinite values of the inputs go into the output, with a warning, instead of stopping the merge."""

@@ -15,7 +15,9 @@ from running import rows_in, run_command
 from tiny_bench import SUITE, TASKS
 
 
-def test_evaluate_gives_what_the_bench_gives(trained: Experts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_gives_what_the_bench_gives(
+    trained: Experts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = {task.name: trained.folder(task) for task in TASKS}
     acemerge.merge(trained.base, folders, tmp_path / "merged")
     where = ["--suite", SUITE.name, "--limit", 60, "-o", tmp_path]
@@ -28,7 +30,12 @@ def test_evaluate_gives_what_the_bench_gives(trained: Experts, tmp_path: Path, m
     assert merged["merged"]["share_of_expert"]["first"] == shares["ace"]["first"] / shares["experts"]["first"]
     assert run_command(monkeypatch, "evaluate", trained.base, *where) == 0
     assert rows_in(tmp_path / "base-tiny-3-60.json")["base"]["scores"] == shares["base"]
-    assert run_command(monkeypatch, "evaluate", folders["second"], *where, "--tasks", "second") == 0
+    assert capsys.readouterr().err
+    assert run_command(monkeypatch, "evaluate", folders["second"], *where, "--tasks", "second", "-q") == 0
+    quiet = capsys.readouterr()
+    assert quiet.err == ""
+    headings = next(line for line in quiet.out.splitlines() if line.split()[:1] == ["model"])
+    assert headings.split() == ["model", "second", "average", "±"]
     assert rows_in(tmp_path / "second-tiny-3-second-60.json")["second"]["scores"]["second"] == shares["experts"]["second"]
 
 

@@ -67,6 +67,12 @@ class Suite:
             prepare_experts(cast(TrainableDomain, self.domain), tasks, seeds, say, self.compute.workers)
 
 
+def _demo(name: str, count: int) -> Suite:  # noqa: ARG001
+    from acemerge.bench.suites.demo import demo_suite
+
+    return demo_suite(name)
+
+
 def _text(name: str, count: int) -> Suite:
     from acemerge.bench.data.text_tasks import TASKS
     from acemerge.bench.domains.text import TextDomain
@@ -88,6 +94,7 @@ def _vision(name: str, count: int) -> Suite:
 
 
 _SUITES: dict[str, tuple[Callable[[str, int], Suite], int]] = {
+    "demo": (_demo, 4),
     "text-8": (_text, 8),
     "text-14": (_text, 14),
     "gpt2-6": (_gpt2, 6),

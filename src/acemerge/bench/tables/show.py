@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def print_grid(title: str, cells: Sequence[Sequence[str]]) -> None:
         grid.add_column(name, justify="right" if index else "left", no_wrap=index == 0)
     for line in lines:
         grid.add_row(*line)
-    # A narrow terminal may fold a table; a pipe or a file never does.
-    console = Console() if Console().is_terminal else Console(width=240)
+    # A narrow terminal, or COLUMNS, may fold a table; a pipe or a file does not by itself.
+    console = Console() if Console().is_terminal or "COLUMNS" in os.environ else Console(width=240)
     console.print(grid)
 
 

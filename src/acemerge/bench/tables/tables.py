@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from typing import Any
 
 from acemerge.bench.measure.run import EXPERTS, Candidate, Result
@@ -198,7 +199,10 @@ def _in_words(value: Any) -> str:
 
 
 def as_cells(rows: Sequence[Row], others: Mapping[str, PaperRow] | None = None) -> list[list[str]]:
-    """A heading and a line for each row, in percent, seconds and megabytes; the paper's scores on a line of their own."""
+    """A heading and a line for each row, in percent, seconds and megabytes; the paper's scores on a line of their own.
+
+    What no row has, such as the cost of a merge that was done elsewhere, is no column.
+    """
     tasks = rows[0].tasks
     cells = [["model", *tasks, "average", "±", "of experts", "merge s", "peak MB"]]
     for row in rows:
@@ -207,7 +211,12 @@ def as_cells(rows: Sequence[Row], others: Mapping[str, PaperRow] | None = None) 
         cost = [_known(row.seconds, ".1f"), _known(peak, ".0f")]
         cells.append([_label(row), *map(_percent, shares), *cost])
         cells += _paper_line("  in the paper", row.paper, "raw", tasks, 4)
-    return [*cells, *_other_lines(others, "raw", tasks, 4)]
+    return _without_empty_columns([*cells, *_other_lines(others, "raw", tasks, 4)])
+
+
+def _without_empty_columns(cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    filled = [any(column) for column in zip(*cells[1:], strict=True)]
+    return [list(compress(line, filled)) for line in cells]
 
 
 def _label(row: Row) -> str:

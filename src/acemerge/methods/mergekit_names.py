@@ -1,0 +1,33 @@
+"""What mergekit calls the options of methods that it has too: a hint for those who come from there, nothing is accepted by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SAME = "{theirs} is called '{ours}' here"
+_COMPLEMENT = "{theirs} is 1 - '{ours}' here"
+_HALF = "{theirs} is half of '{ours}' here"
+_OF_ALL = "{theirs}, if it is the same for every model, is '{ours}' here"
+
+_LAMBDA = {"lambda": (_SAME, "alpha")}
+_SCALED = {**_LAMBDA, "weight": (_OF_ALL, "alpha")}
+_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "linear": {"weight": (_SAME, "weights"), "normalize": (_SAME, "normalise")},
+    "task_arithmetic": _SCALED,
+    "ties": {**_LAMBDA, "density": (_SAME, "keep")},
+    "dare_task_arithmetic": {**_SCALED, "density": (_COMPLEMENT, "drop")},
+    "dare_ties": {**_LAMBDA, "density": (_COMPLEMENT, "drop")},
+    "della": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_COMPLEMENT, "drop"), "epsilon": (_HALF, "window")},
+    "breadcrumbs": {**_SCALED, "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
+    "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
+}
+
+
+def mergekit_hint(method: str, option: str) -> str | None:
+    """What an option of mergekit's is here, if it means the same.
+
+    >>> mergekit_hint("ties", "density"), mergekit_hint("dare_ties", "density"), mergekit_hint("ace", "density")
+    ("mergekit's density is called 'keep' here", "mergekit's density is 1 - 'drop' here", None)
+    """
+    told = _NAMES.get(method, {}).get(option)
+    return told[0].format(theirs=f"mergekit's {option}", ours=told[1]) if told else None
