@@ -50,6 +50,13 @@ def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path,
     assert ("one model per task" in "".join(finding.text for finding in page.findings)) == (method == "emr")
 
 
+@pytest.mark.parametrize(("tau", "shown"), [(1e-6, True), (1e9, False)])
+def test_gamma_is_drawn_where_it_decides_something(models: Models, tmp_path: Path, tau: float, shown: bool) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out", tau=tau)
+    names = [figure.name for figure in merge_page(read_merge(tmp_path / "out")).figures]
+    assert ("heterogeneity" in names) == shown
+
+
 def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 3, 2)
     acemerge.merge(base, experts, tmp_path / "out", alpha=50.0)

@@ -28,7 +28,8 @@ _MOST_PANELS = 8
 def figures(diagnosis: Diagnosis) -> list[Figure]:
     """Those for which there is something to show."""
     summary = Summary(diagnosis)
-    return [figure for make in _FIGURES for figure in make(summary)]
+    asked = [make for make in _FIGURES if diagnosis.compares_ace or make not in _OF_ACE]
+    return [figure for make in asked for figure in make(summary)]
 
 
 def _points(tensors: Iterable[TensorDiagnosis], value: Callable[[TensorDiagnosis], float | None]) -> Iterator[Point]:
@@ -44,7 +45,7 @@ def _forecasts(summary: Summary) -> Iterator[Figure]:
     if not ranked:
         return
     values = [[summary.interference(candidate, t) for t in summary.tasks] for candidate in ranked]
-    chart = HeatMap(values, ranked, diagnosis.experts, 0.0, 1.5, "RdYlGn_r")
+    chart = HeatMap(values, ranked, diagnosis.experts, 0.0, 1.5, "cividis_r")
     listing = "; ".join(f"{candidate} {mean:.2f}" for candidate, mean in summary.forecasts.items())
     yield Figure(
         "forecast",
@@ -235,3 +236,5 @@ def _ridge(summary: Summary) -> Iterable[Figure]:
 _FIGURES: tuple[Callable[[Summary], Iterable[Figure]], ...] = (
     _heterogeneity, _forecasts, _changes, _similarities, _ridge, _spectra, _distributions, _concentration
 )  # fmt: skip
+_OF_ACE = (_heterogeneity, _ridge, _spectra, _concentration)
+"""About nothing that will happen where a merge by ACE is not thought of."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from acemerge.checkpoints.families import align_names
 from acemerge.checkpoints.source import Sources
 from acemerge.diagnosis import DEFAULT_CANDIDATES
-from acemerge.diagnosis.candidates import Candidate, common_core, plan_candidates
+from acemerge.diagnosis.candidates import Candidate, common_core, parse_candidate, plan_candidates
 from acemerge.diagnosis.entries import Entries, read_entries
 from acemerge.diagnosis.interference import Objective
 from acemerge.diagnosis.spectra import Spectra, measure_spectra
@@ -93,6 +93,11 @@ class Diagnosis:
     def matrices(self) -> list[TensorDiagnosis]:
         """What ACE would merge."""
         return [tensor for tensor in self.tensors if tensor.fate == "merged"]
+
+    @property
+    def compares_ace(self) -> bool:
+        """Whether a merge by ACE is among the candidates."""
+        return any(parse_candidate(label)[0] == "ace" for label in self.candidates)
 
     def write_report(self, path: str | Path) -> Path:
         """As one self-contained HTML file."""

@@ -11,6 +11,13 @@ from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.planning.layer_names import kinds_in_order
 from acemerge.reports.page import Column, Page, Table
 
+_COLUMNS_OF_ACE = (
+    Column("gamma", "gamma", "heterogeneity of the experts' energies, which chooses ACE's branch", ".3f"),
+    Column("branch", "branch", "of ACE", choices=("heterogeneous", "homogeneous")),
+    Column("ridge", "ridge share", "the regulariser's part of the trace of ACE's system", ".3f"),
+    Column("leading", "top 5% of P", "share of ACE's closed form's energy in its top 5% of singular values", ".0%"),
+)
+
 
 def diagnosis_page(diagnosis: Diagnosis) -> Page:
     """What to show of it."""
@@ -52,11 +59,8 @@ def tensor_table(diagnosis: Diagnosis) -> Table:
         Column("depth", "layer", "counted from 0", ".0f"),
         Column("shape", "shape", "as stored"),
         Column("fate", "fate", "what a merge by ACE would do with it", choices=sorted({t.fate for t in diagnosis.tensors})),
-        Column("gamma", "gamma", "heterogeneity of the experts' energies", ".3f"),
-        Column("branch", "branch", "of ACE", choices=("heterogeneous", "homogeneous")),
-        Column("ridge", "ridge share", "the regulariser's part of the trace of ACE's system", ".3f"),
+        *(_COLUMNS_OF_ACE if diagnosis.compares_ace else ()),
         *(Column(f"forecast {c}", c, f"predicted interference of {c}, all experts", ".2f") for c in diagnosis.candidates),
-        Column("leading", "top 5% of P", "share of the closed form's energy in its top 5% of singular values", ".0%"),
         Column("conflict", "conflicts", "mean share of opposite signs between two experts", ".0%"),
         Column("cosine", "cosine", "mean cosine between two experts' changes", ".2f"),
         Column("normal", "from normal", "largest distance of an expert's entries from a normal distribution function", ".3f"),
@@ -69,7 +73,8 @@ def tensor_table(diagnosis: Diagnosis) -> Table:
 
 def _record(diagnosis: Diagnosis, tensor: TensorDiagnosis) -> dict[str, str | float | None]:
     entries = tensor.entries
-    branch = "" if tensor.fate != "merged" or tensor.gamma is None else "heterogeneous" if tensor.heterogeneous else "homogeneous"
+    gamma = tensor.gamma if tensor.fate == "merged" else None  # elsewhere it decides nothing
+    branch = "" if gamma is None else "heterogeneous" if tensor.heterogeneous else "homogeneous"
     means = [abs(m) / d for m, d in zip(entries.mean, entries.deviation, strict=True) if d]
     distances = [distance for distance in entries.normal_distance if distance is not None]
     return {
@@ -78,7 +83,7 @@ def _record(diagnosis: Diagnosis, tensor: TensorDiagnosis) -> dict[str, str | fl
         "depth": tensor.depth,
         "shape": "x".join(map(str, tensor.shape)) or "scalar",
         "fate": tensor.fate,
-        "gamma": tensor.gamma if tensor.gamma is None or math.isfinite(tensor.gamma) else None,
+        "gamma": gamma if gamma is None or math.isfinite(gamma) else None,
         "branch": branch,
         "ridge": tensor.ridge_share,
         **{f"forecast {c}": tensor.forecasts[c].objective if c in tensor.forecasts else None for c in diagnosis.candidates},
