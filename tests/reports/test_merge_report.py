@@ -76,6 +76,7 @@ def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     assert "rank" in keys
     assert "error" in keys
     assert page.facts["written as"] == "one LoRA adapter"
+    assert "ranks" in [figure.name for figure in page.figures]
     (finding,) = [finding for finding in page.findings if "which has rank 2 (relative error)" in finding.text]
     assert finding.level == "caution"
     acemerge.merge(zoo.base, zoo.adapters, tmp_path / "whole", save_as="adapter")

@@ -9,7 +9,7 @@ from functools import partial
 
 from acemerge.diagnosis.entries import BINS, REACH
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
-from acemerge.diagnosis.spectra import Spectrum
+from acemerge.diagnosis.spectra import Spectra, Spectrum
 from acemerge.diagnosis.summary import Matrix, Summary, pairs
 from acemerge.planning.layer_names import kinds_in_order, layers_of
 from acemerge.reports.charts import HeatMap, Line, Panel, heat_map, lines
@@ -23,6 +23,8 @@ from acemerge.reports.layer_figures import (
 )
 
 _MOST_PANELS = 8
+_CAVEAT = "This is ACE's own layer objective, not accuracy: it favours ACE, and tests often order methods otherwise."
+"""Stands at the figures themselves, which people pass on without the page."""
 
 
 def figures(diagnosis: Diagnosis) -> list[Figure]:
@@ -41,30 +43,29 @@ def _heterogeneity(summary: Summary) -> Iterable[Figure]:
 
 
 def _forecasts(summary: Summary) -> Iterator[Figure]:
-    diagnosis, ranked = summary.diagnosis, list(summary.forecasts)
-    if not ranked:
+    diagnosis = summary.diagnosis
+    shown = [candidate for candidate in diagnosis.candidates if candidate in summary.forecasts]
+    if not shown:
         return
-    values = [[summary.interference(candidate, t) for t in summary.tasks] for candidate in ranked]
-    chart = HeatMap(values, ranked, diagnosis.experts, 0.0, 1.5, "cividis_r")
-    listing = "; ".join(f"{candidate} {mean:.2f}" for candidate, mean in summary.forecasts.items())
+    values = [[summary.interference(candidate, t) for t in summary.tasks] for candidate in shown]
+    chart = HeatMap(values, shown, diagnosis.experts, 0.0, 1.5, "cividis_r")
+    listing = "; ".join(f"{candidate} {summary.forecasts[candidate]:.2f}" for candidate in shown)
     yield Figure(
         "forecast",
         "Predicted interference of each method with each expert",
-        "ACE's layer objective under the covariances that the weights reveal, over what leaving the base costs. 0: on this "
-        "expert's "
-        "inputs the merged layer does what the expert does. 1: what the base does. Above 1: other experts outweigh it. Means "
-        "over "
-        f"matrices. All experts together, strong ones counting for more: {listing}.",
-        f"A table of methods by experts. All experts together: {listing}.",
+        f"{_CAVEAT} Under the covariances that the weights reveal, over what leaving the base costs; means over matrices. "
+        "0: on this expert's inputs the merged layer does what the expert does. 1: what the base does. Above 1: other experts "
+        f"outweigh it. All experts together, strong ones counting for more: {listing}.",
+        f"A table of methods by experts. {_CAVEAT} All experts together: {listing}.",
         partial(heat_map, chart),
     )
-    layers = {c: _by_layer(diagnosis, partial(summary.objective, c)) for c in ranked}
+    layers = {c: _by_layer(diagnosis, partial(summary.objective, c)) for c in shown}
     if any(len(line.x) > 1 for line in layers.values()):
         panel = Panel(layers, x_label="layer", y_label="predicted interference", thresholds={"as the base": 1.0}, whole_x=True)
         yield Figure(
             "forecast-by-layer",
             "Where methods would interfere",
-            "The same by layer, all experts together.",
+            f"The same by layer, all experts together. {_CAVEAT}",
             "Lines of predicted interference over layers: "
             + "; ".join(f"{c} {min(line.y):.2f} to {max(line.y):.2f}" for c, line in layers.items() if line.y) + ".",
             partial(lines, [panel]),
@@ -177,32 +178,29 @@ def _distributions(summary: Summary) -> Iterator[Figure]:
 
 
 def _spectra(summary: Summary) -> Iterator[Figure]:
-    """The paper's figure of spectral refinement."""
-    measured = [tensor for tensor in summary.diagnosis.matrices if tensor.spectra]
-    shown = [_middle([tensor for tensor in measured if tensor.kind == kind]) for kind in kinds_in_order(x.kind for x in measured)]
+    """The paper's figure of spectral refinement, of layers where it happens."""
+    refined = [
+        (x, x.spectra) for x in summary.diagnosis.matrices if x.heterogeneous and x.spectra and summary.diagnosis.ace["refine"]
+    ]
+    if not refined:
+        return
+    kinds = kinds_in_order(tensor.kind for tensor, _ in refined)[:_MOST_PANELS]
     panels = []
-    for tensor in shown[:_MOST_PANELS]:
-        assert tensor.spectra is not None
-        drawn = {"P, before refinement": _curve(tensor.spectra.plain), "M, after": _curve(tensor.spectra.merged)}
-        if not tensor.heterogeneous:
-            drawn = {"P = M (not refined)": _curve(tensor.spectra.plain)}
+    for tensor, spectra in (_middle([entry for entry in refined if entry[0].kind == kind]) for kind in kinds):
+        drawn = {"P, before refinement": _curve(spectra.plain), "M, after": _curve(spectra.merged)}
         title = tensor.kind if tensor.depth is None else f"{tensor.kind}, layer {tensor.depth}"
         panels.append(Panel(drawn, title=title, x_label="share of directions", logarithmic=True))
-    if not panels:
-        return
-    refined = [tensor.spectra for tensor in measured if tensor.heterogeneous and tensor.spectra]
-    plain = _range(tensor.spectra.plain.leading_energy for tensor in measured if tensor.spectra)
-    told = f"The top 5% of singular values hold {plain} of P's energy. "
-    if refined:
-        told += (
-            f"In refined matrices {_range(s.plain.leading_energy for s in refined)} of P's and "
-            f"{_range(s.merged.leading_energy for s in refined)} of M's; the first singular vectors of P and M have a cosine of "
-            f"{_range((s.leading_cosine for s in refined), '.3f')}."
-        )
+    told = (
+        f"{len(refined)} of {len(summary.diagnosis.matrices)} matrices are refined. There the top 5% of singular values hold "
+        f"{_range(s.plain.leading_energy for _, s in refined)} of P's energy and "
+        f"{_range(s.merged.leading_energy for _, s in refined)} of M's; the first singular vectors of P and M have a cosine of "
+        f"{_range((s.leading_cosine for _, s in refined), '.3f')}."
+    )
     yield Figure(
         "spectra",
         "What spectral refinement does",
-        f"Singular values of ACE's closed form P and of the final M, in the middle layer of each kind. {told}",
+        "Singular values of ACE's closed form P and of the final M. Of each kind, the middle one of the layers that ACE refines; "
+        f"kinds that it refines nowhere are left out. {told}",
         told,
         partial(lines, panels),
     )
@@ -218,8 +216,8 @@ def _curve(spectrum: Spectrum) -> Line:
     return Line(spectrum.share, spectrum.values)
 
 
-def _middle(tensors: Sequence[TensorDiagnosis]) -> TensorDiagnosis:
-    return sorted(tensors, key=lambda tensor: tensor.depth or 0)[len(tensors) // 2]
+def _middle(refined: Sequence[tuple[TensorDiagnosis, Spectra]]) -> tuple[TensorDiagnosis, Spectra]:
+    return sorted(refined, key=lambda entry: entry[0].depth or 0)[len(refined) // 2]
 
 
 def _range(values: Iterable[float], form: str = ".0%") -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acemerge.adapters.change import LoraChange
 from acemerge.checkpoints.families import align_names
 from acemerge.checkpoints.source import Sources
 from acemerge.diagnosis import DEFAULT_CANDIDATES
@@ -80,6 +81,8 @@ class Diagnosis:
     experts: tuple[str, ...]
     adapters: tuple[str, ...]
     """Those of the experts that are adapters: of this base by their making."""
+    ranks: Mapping[str, tuple[int, int]]
+    """Of each adapter, the lowest and the highest rank of its changes."""
     preset: str
     model_type: str
     ace: Mapping[str, Any]
@@ -147,9 +150,15 @@ def measure(
         progress.advance(wide)
     return Diagnosis(
         plan.base.name, tuple(e.name for e in plan.experts), tuple(e.name for e in plan.experts if e.changes is not None),
+        _ranks(plan),
         plan.family.name, str(plan.base.config.get("model_type", "unknown")),
         asdict(plan.options), tuple(c.label for c in planned_candidates), plan.notes, tuple(found), quick,
     )  # fmt: skip
+
+
+def _ranks(plan: Plan) -> dict[str, tuple[int, int]]:
+    found = {e.name: [c.rank for c in (e.changes or {}).values() if isinstance(c, LoraChange)] for e in plan.experts}
+    return {name: (min(ranks), max(ranks)) for name, ranks in found.items() if ranks}
 
 
 def planned_work(recipe: Recipe, sources: Sources) -> Plan:

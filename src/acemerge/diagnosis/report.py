@@ -41,12 +41,14 @@ def diagnosis_page(diagnosis: Diagnosis) -> Page:
 def _facts(diagnosis: Diagnosis) -> dict[str, str]:
     ace = diagnosis.ace
     extent = "first, middle and last layer (--quick)" if diagnosis.quick else "every matrix"
+    ranks = {name: str(low) if low == high else f"{low} to {high}" for name, (low, high) in diagnosis.ranks.items()}
     return {
         "model type": diagnosis.model_type,
         "preset": diagnosis.preset,
         "tensors": f"{len(diagnosis.tensors)}, of them {len(diagnosis.matrices)} matrices that ACE merges",
         "ACE": f"epsilon {ace['epsilon']:g}, tau {ace['tau']:g}, k_frac {ace['k_frac']:g}",
         "forecasts and spectra": extent,
+        **({"adapter ranks": ", ".join(f"{name} {rank}" for name, rank in ranks.items())} if ranks else {}),
     }
 
 

@@ -156,7 +156,16 @@ def figures(account: Manifest) -> list[Figure]:
     )  # fmt: skip
     if "epsilon" in account.options:
         found += regulariser_figure(points("ridge_share"), account.options["epsilon"])
+    found += _rank_figure(account, points("rank"))
     return [*found, *_energy_figure(account, place)]
+
+
+def _rank_figure(account: Manifest, points: Iterable[Point]) -> list[Figure]:
+    """Of an adapter: a method may tell of ranks of its own, which nothing was written with."""
+    caption = (
+        "The rank of the factors written for each matrix of the adapter, by layer and kind: the mean where there are several."
+    )
+    return depth_figure("ranks", "Which ranks the adapter has", caption, points, "rank") if account.saved_as == "adapter" else []
 
 
 def _energy_figure(account: Manifest, place: Mapping[str, int | None]) -> list[Figure]:
