@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from acemerge.output.manifest import MANIFEST
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
@@ -152,6 +156,34 @@ def test_every_row_of_figures_is_full(browser: Any, twelve_layers: dict[str, Pat
     for row in rows.values():
         assert max(box["x"] + box["width"] for box in row) == pytest.approx(grid["x"] + grid["width"], abs=1)
         assert max(box["height"] for box in row) == pytest.approx(min(box["height"] for box in row), abs=1)
+    opened.context.close()
+
+
+def test_the_table_comes_as_csv(browser: Any, folded_page: Path, tmp_path: Path) -> None:
+    opened = Opened(browser, folded_page, "desktop")
+    with opened.page.expect_download() as download:
+        opened.page.get_by_role("button", name="Download all 21 rows as CSV").click()
+    assert download.value.suggested_filename == "base-merged-by-ace.csv"
+    download.value.save_as(tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    manifest = json.loads((folded_page.with_suffix("") / MANIFEST).read_text())
+    assert [row["tensor"] for row in rows] == [tensor["name"] for tensor in manifest["tensors"]], "also those folded away"
+    for row, tensor in zip(rows, manifest["tensors"], strict=True):
+        assert row["gamma"] == ("" if "gamma" not in tensor else repr(float(tensor["gamma"]))), "all digits"
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_commands_and_hashes_can_be_copied(browser: Any, folded_page: Path) -> None:
+    opened = Opened(browser, folded_page, "desktop")
+    opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for button in ("#provenance ~ .next .copy", ".copy.hash"):
+        first = opened.page.locator(button).first
+        first.click()
+        wanted = first.get_attribute("data-copy")
+        assert opened.page.evaluate("navigator.clipboard.readText()") == wanted
+    assert opened.complaints == []
     opened.context.close()
 
 

@@ -38,4 +38,4 @@ def test_long_names_are_cut_in_the_middle() -> None:
 def test_what_lies_beyond_the_scale_is_told() -> None:
     beyond = heat_map(HeatMap([[0.5, 7.0]], ["a"], ["b", "c"], 0.0, 1.5), FOR_FILES)
     within = heat_map(HeatMap([[0.5, 1.0]], ["a"], ["b", "c"], 0.0, 1.5), FOR_FILES)
-    assert [drawing.axes[1]._colorbar.extend for drawing in (beyond, within)] == ["max", "neither"]
+    assert [drawing.axes[1]._colorbar.extend for drawing in (beyond, within)] == ["max", "neither"]  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from acemerge.diagnosis.figures import figures
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.planning.layer_names import kinds_in_order
-from acemerge.reports.page import Column, Page, Table
+from acemerge.reports.page import Column, Page, Provenance, Table
 
 _COLUMNS_OF_ACE = (
     Column("gamma", "gamma", "heterogeneity of the experts' energies, which chooses ACE's branch", ".3f"),
@@ -34,8 +34,24 @@ def diagnosis_page(diagnosis: Diagnosis) -> Page:
         facts=_facts(diagnosis),
         figures=figures(diagnosis),
         table=tensor_table(diagnosis),
+        provenance=_provenance(diagnosis),
+        commands={} if level == "stop" else _next(diagnosis),
         details={"Notes": "\n".join(diagnosis.notes)} if diagnosis.notes else {},
     )
+
+
+def _provenance(diagnosis: Diagnosis) -> Provenance:
+    compared = [word for candidate in diagnosis.candidates for word in ("-m", candidate)]
+    quick = ["--quick"] if diagnosis.quick else []
+    command = diagnosis.command("diagnose", *compared, *quick, "-o", "report.html")
+    return Provenance(command, diagnosis.versions, diagnosis.inputs, "where these models are")
+
+
+def _next(diagnosis: Diagnosis) -> dict[str, str]:
+    return {
+        "See what a merge would do to every tensor": diagnosis.command("plan"),
+        "Merge": diagnosis.command("merge", "-o", "merged", "--report"),
+    }
 
 
 def _facts(diagnosis: Diagnosis) -> dict[str, str]:

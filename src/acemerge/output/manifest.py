@@ -16,7 +16,7 @@ from acemerge.output.input_hashes import Hashes, content_sha256
 from acemerge.planning.fates import Action
 from acemerge.planning.layer_names import kind_of
 from acemerge.planning.plan import Plan
-from acemerge.version import __version__
+from acemerge.version import __version__, versions
 
 MANIFEST = "acemerge_manifest.json"
 ACTIONS: tuple[Action, ...] = ("merged", "averaged", "kept", "copied")
@@ -111,6 +111,8 @@ class Manifest(_Account):
     """Of a merge."""
 
     acemerge: str
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Of what it was made with."""
     base: str
     experts: list[str]
     family: str
@@ -165,6 +167,7 @@ def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes) -
     return Manifest.model_validate(
         {
             "acemerge": __version__,
+            "versions": versions(),
             **plan.to_json(),
             **lost,
             "tensors": tensors,

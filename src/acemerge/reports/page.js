@@ -37,6 +37,32 @@
   scroll.addEventListener("scroll", tellMore, { passive: true });
   new ResizeObserver(() => { hint.hidden = scroll.scrollWidth <= scroll.clientWidth; tellMore(); }).observe(scroll);
 
+  const quoted = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const plain = (text) => (/^[=+@\t\r-]/.test(text) ? `'${text}` : text); // a name must not become a spreadsheet's formula
+  const csv = () => {
+    const cell = (each) => each.dataset.value ?? plain(each.textContent);
+    const table = [headings.map((heading) => plain(heading.textContent.trim())), ...rows.map((row) => [...row.cells].map(cell))];
+    return table.map((row) => row.map(quoted).join(",")).join("\r\n") + "\r\n";
+  };
+  document.getElementById("csv").addEventListener("click", (event) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([csv()], { type: "text/csv" }));
+    link.download = event.currentTarget.dataset.file;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  });
+
+  const copy = async (button) => {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    const label = button.textContent;
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = label; }, 1200);
+  };
+  for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => {
+    // Where the browser refuses, the text is there to be seen and copied by hand.
+    copy(button).catch(() => prompt("Copy it from here:", button.dataset.copy));
+  });
+
   const sort = (column, heading) => {
     const ascending = heading.getAttribute("aria-sort") === "none" ? !heading.classList.contains("number")
       : heading.getAttribute("aria-sort") === "descending";

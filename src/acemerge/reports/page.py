@@ -29,6 +29,25 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
+    command: str = ""
+    """The same to be typed."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a page speaks of, and how to get the same again."""
+
+    command: str
+    versions: Mapping[str, str]
+    inputs: Mapping[str, Mapping[str, str]]
+    """Model -> file -> its sha256."""
+    note: str = ""
+    """Where the command is to be run."""
+
+    @property
+    def files(self) -> int:
+        """Of all models."""
+        return sum(map(len, self.inputs.values()))
 
 
 @dataclass(frozen=True)
@@ -112,6 +131,9 @@ class Page:
     facts: Mapping[str, str]
     figures: Sequence[Figure]
     table: Table
+    provenance: Provenance
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """What to do next, ready to be copied."""
     details: Mapping[str, str] = field(default_factory=dict)
 
     def to_html(self) -> str:
@@ -121,7 +143,7 @@ class Page:
         environment = Environment(
             loader=PackageLoader("acemerge", "reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
         )
-        environment.filters["whole_words"] = _whole_words
+        environment.filters |= {"whole_words": _whole_words, "slug": _slug}
         return environment.get_template("page.html").render(page=self, version=__version__, marks=_MARKS, words=_WORDS)
 
 
@@ -136,6 +158,11 @@ def _whole_words(text: str) -> Markup:
     whole = Markup('<span class="whole">{}</span>')
     parts = enumerate(_BREAKABLE.split(text))  # every other one is what was looked for
     return Markup("").join(whole.format(part) if i % 2 and len(part) <= _LONGEST_WHOLE else escape(part) for i, part in parts)
+
+
+def _slug(text: str) -> str:
+    """As a file's name."""
+    return re.sub(r"[^\w.]+", "-", text).strip("-.") or "tensors"
 
 
 def gravest_first(findings: Sequence[Finding]) -> list[Finding]:
