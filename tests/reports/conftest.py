@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import acemerge
+import lora_zoo
 import model_zoo
 from acemerge.output.manifest import read_merge
 from acemerge.reports.merge_report import merge_page
@@ -32,6 +33,15 @@ def bert(models_of: Callable[..., model_zoo.Models], tmp_path_factory: pytest.Te
 @pytest.fixture(scope="session")
 def bert_report(bert: Path) -> Path:
     return write_report(merge_page(read_merge(bert)), bert.parent / "report.html")
+
+
+@pytest.fixture(scope="session")
+def folded_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report on a merge of adapters, which keeps the tensors that no adapter changes."""
+    folder = tmp_path_factory.mktemp("adapters")
+    zoo = lora_zoo.build(folder, "LlamaForCausalLM")
+    acemerge.merge(zoo.base, zoo.adapters, folder / "merged", save_as="adapter", rank=2)
+    return write_report(merge_page(read_merge(folder / "merged")), folder / "merged.html")
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from acemerge.output.manifest import MANIFEST
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
@@ -51,7 +56,7 @@ def test_every_figure_is_visible_and_nothing_is_loaded(
     opened = Opened(browser, twelve_layers[name], size, scheme)
     page, (width, _) = opened.page, SIZES[size]
     figures = page.locator("figure")
-    assert figures.count() >= 4
+    assert figures.count() >= 3
     for index in range(figures.count()):
         box = figures.nth(index).locator("svg").bounding_box()
         assert box["width"] > 250
@@ -111,6 +116,73 @@ def test_filtering_by_name_and_kind(browser: Any, twelve_layers: dict[str, Path]
     assert column(page, "tensor") == ["layers.3.mlp.up_proj.weight"]
     page.get_by_label("Name contains").fill("")
     assert len(column(page, "tensor")) == 12
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_kept_tensors_are_folded_away_until_they_are_asked_for(browser: Any, folded_page: Path) -> None:
+    opened = Opened(browser, folded_page, "phone")
+    page = opened.page
+    assert page.locator("tbody tr:visible").count() == 14
+    assert page.locator("#shown").inner_text() == "14 of 21 tensors; 7 more are kept"
+    page.get_by_label("show 7 kept").check()
+    assert page.locator("tbody tr:visible").count() == 21
+    page.get_by_label("show 7 kept").uncheck()
+    page.get_by_label("fate").select_option("kept")
+    assert page.locator("#shown").inner_text() == "7 of 21 tensors"
+    assert opened.complaints == []
+    opened.context.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_wide_table_says_that_it_goes_on(browser: Any, twelve_layers: dict[str, Path], size: str) -> None:
+    opened = Opened(browser, twelve_layers["diagnosis"], size)
+    page = opened.page
+    assert re.fullmatch(r"\d+ more columns: scroll sideways →", page.locator("#hint").inner_text())
+    page.evaluate("document.querySelector('.scroll').scrollLeft = 1e6")
+    page.wait_for_function("document.querySelector('#hint').textContent.includes('back')")
+    assert page.locator(".frame.more").count() == 0
+    opened.context.close()
+
+
+@pytest.mark.parametrize("name", ["diagnosis", "merge"])
+def test_every_row_of_figures_is_full(browser: Any, twelve_layers: dict[str, Path], name: str) -> None:
+    opened = Opened(browser, twelve_layers[name], "desktop")
+    boxes = [figure.bounding_box() for figure in opened.page.locator("figure").all()]
+    grid = opened.page.locator(".figures").bounding_box()
+    rows: dict[int, list[Any]] = {}
+    for box in boxes:
+        rows.setdefault(round(box["y"]), []).append(box)
+    for row in rows.values():
+        assert max(box["x"] + box["width"] for box in row) == pytest.approx(grid["x"] + grid["width"], abs=1)
+        assert max(box["height"] for box in row) == pytest.approx(min(box["height"] for box in row), abs=1)
+    opened.context.close()
+
+
+def test_the_table_comes_as_csv(browser: Any, folded_page: Path, tmp_path: Path) -> None:
+    opened = Opened(browser, folded_page, "desktop")
+    with opened.page.expect_download() as download:
+        opened.page.get_by_role("button", name="Download all 21 rows as CSV").click()
+    assert download.value.suggested_filename == "base-merged-by-ace.csv"
+    download.value.save_as(tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    manifest = json.loads((folded_page.with_suffix("") / MANIFEST).read_text())
+    assert [row["tensor"] for row in rows] == [tensor["name"] for tensor in manifest["tensors"]], "also those folded away"
+    for row, tensor in zip(rows, manifest["tensors"], strict=True):
+        assert row["gamma"] == ("" if "gamma" not in tensor else repr(float(tensor["gamma"]))), "all digits"
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_commands_and_hashes_can_be_copied(browser: Any, folded_page: Path) -> None:
+    opened = Opened(browser, folded_page, "desktop")
+    opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for button in ("#provenance ~ .next .copy", ".copy.hash"):
+        first = opened.page.locator(button).first
+        first.click()
+        wanted = first.get_attribute("data-copy")
+        assert opened.page.evaluate("navigator.clipboard.readText()") == wanted
     assert opened.complaints == []
     opened.context.close()
 

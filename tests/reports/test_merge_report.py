@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path,
     assert ("one model per task" in "".join(finding.text for finding in page.findings)) == (method == "emr")
 
 
+@pytest.mark.parametrize(("tau", "shown"), [(1e-6, True), (1e9, False)])
+def test_gamma_is_drawn_where_it_decides_something(models: Models, tmp_path: Path, tau: float, shown: bool) -> None:
+    acemerge.merge(models.base, models.experts, tmp_path / "out", tau=tau)
+    names = [figure.name for figure in merge_page(read_merge(tmp_path / "out")).figures]
+    assert ("heterogeneity" in names) == shown
+
+
 def test_warnings_reach_the_summary_and_the_details(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 3, 2)
     broken = model_zoo.read_tensors(experts[0])
@@ -76,9 +84,15 @@ def test_an_adapter_s_report_has_ranks_and_errors(tmp_path: Path) -> None:
     assert "rank" in keys
     assert "error" in keys
     assert page.facts["written as"] == "one LoRA adapter"
+    assert page.facts["ranks written"] == "2"
+    assert "ranks" not in [figure.name for figure in page.figures]
     (finding,) = [finding for finding in page.findings if "which has rank 2 (relative error)" in finding.text]
     assert finding.level == "caution"
+    assert finding.command == "acemerge merge acemerge.yaml -o again --rank 4"
     acemerge.merge(zoo.base, zoo.adapters, tmp_path / "whole", save_as="adapter")
+    whole = merge_page(read_merge(tmp_path / "whole"))
+    assert re.fullmatch(r"\d+ to \d+", whole.facts["ranks written"])
+    assert "ranks" in [figure.name for figure in whole.figures]
     assert not any("Cutting" in finding.text for finding in merge_page(read_merge(tmp_path / "whole")).findings)
 
 
@@ -86,7 +100,8 @@ def test_an_idle_expert_is_named(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 1, 1)
     model_zoo.rewrite(base, tmp_path / "idle", lambda tensors: tensors)
     acemerge.merge(base, [*experts, tmp_path / "idle"], tmp_path / "out")
-    assert any("'idle' changed nothing" in finding.text for finding in findings(read_merge(tmp_path / "out")))
+    (finding,) = [finding for finding in findings(read_merge(tmp_path / "out")) if "'idle' changed nothing" in finding.text]
+    assert finding.command.startswith("acemerge merge base expert-0 -m ace -s alpha=1.0 ")
 
 
 def test_a_report_of_twelve_layers_is_small(twelve_layers: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -29,6 +30,28 @@ def test_the_page_is_one_file_that_loads_nothing(bert: Path, bert_report: Path) 
     addresses = set(re.findall(r"https?://[^\"'\s<)]+", html))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, not addresses
     assert "default-src 'none'" in html
+
+
+def test_a_merge_s_page_says_where_it_comes_from(bert: Path, bert_report: Path) -> None:
+    manifest, html = read_merge(bert), bert_report.read_text()
+    assert {"acemerge", "python", "torch"} <= set(manifest.versions)
+    shown = [*manifest.versions.values(), *(sha for files in manifest.inputs.values() for sha in files.values())]
+    assert all(each in html for each in shown)
+    assert "acemerge merge acemerge.yaml -o again" in html
+
+
+def test_a_diagnosis_says_where_it_comes_from_without_local_paths(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 1, 2)
+    diagnosis = acemerge.diagnose(base, experts, candidates=["ace:tau=1e9"], quick=True, orientation="stored")
+    page = diagnosis_page(diagnosis)
+    expected = "acemerge diagnose base expert-0 expert-1 --orientation stored -m ace:tau=1e9 --quick -o report.html"
+    assert page.provenance.command == expected
+    assert "acemerge merge base expert-0 expert-1 --orientation stored -o merged --report" in page.commands.values()
+    weights = {path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in (base, *experts)}
+    assert {model: files["model.safetensors"] for model, files in page.provenance.inputs.items()} == weights
+    html = page.to_html()
+    assert all(sha in html for sha in weights.values())
+    assert str(tmp_path) not in html
 
 
 def test_the_same_merge_has_the_same_report(bert: Path, bert_report: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 from acemerge.diagnosis.entries import BINS, REACH
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
-from acemerge.diagnosis.spectra import Spectrum
+from acemerge.diagnosis.spectra import Spectra, Spectrum
 from acemerge.diagnosis.summary import CAVEAT, Matrix, Summary, pairs
 from acemerge.planning.layer_names import kinds_in_order, layers_of
 from acemerge.reports.charts import HeatMap, Line, Panel, heat_map, lines
@@ -23,12 +23,14 @@ from acemerge.reports.layer_figures import (
 )
 
 _MOST_PANELS = 8
+"""Stands at the figures themselves, which people pass on without the page."""
 
 
 def figures(diagnosis: Diagnosis) -> list[Figure]:
     """Those for which there is something to show."""
     summary = Summary(diagnosis)
-    return [figure for make in _FIGURES for figure in make(summary)]
+    asked = [make for make in _FIGURES if diagnosis.compares_ace or make not in _OF_ACE]
+    return [figure for make in asked for figure in make(summary)]
 
 
 def _points(tensors: Iterable[TensorDiagnosis], value: Callable[[TensorDiagnosis], float | None]) -> Iterator[Point]:
@@ -44,7 +46,7 @@ def _forecasts(summary: Summary) -> Iterator[Figure]:
     if not compared:
         return
     values = [[summary.interference(candidate, t) for t in summary.tasks] for candidate in compared]
-    chart = HeatMap(values, compared, diagnosis.experts, 0.0, 1.5, "viridis")
+    chart = HeatMap(values, compared, diagnosis.experts, 0.0, 1.5, "cividis_r")
     listing = "; ".join(f"{candidate} {mean:.2f}" for candidate, mean in summary.forecasts.items())
     yield Figure(
         "forecast",
@@ -174,32 +176,29 @@ def _distributions(summary: Summary) -> Iterator[Figure]:
 
 
 def _spectra(summary: Summary) -> Iterator[Figure]:
-    """The paper's figure of spectral refinement."""
-    measured = [tensor for tensor in summary.diagnosis.matrices if tensor.spectra]
-    shown = [_middle([tensor for tensor in measured if tensor.kind == kind]) for kind in kinds_in_order(x.kind for x in measured)]
+    """The paper's figure of spectral refinement, of layers where it happens."""
+    refined = [
+        (x, x.spectra) for x in summary.diagnosis.matrices if x.heterogeneous and x.spectra and summary.diagnosis.ace["refine"]
+    ]
+    if not refined:
+        return
+    kinds = kinds_in_order(tensor.kind for tensor, _ in refined)[:_MOST_PANELS]
     panels = []
-    for tensor in shown[:_MOST_PANELS]:
-        assert tensor.spectra is not None
-        drawn = {"P, before refinement": _curve(tensor.spectra.plain), "M, after": _curve(tensor.spectra.merged)}
-        if not tensor.heterogeneous:
-            drawn = {"P = M (not refined)": _curve(tensor.spectra.plain)}
+    for tensor, spectra in (_middle([entry for entry in refined if entry[0].kind == kind]) for kind in kinds):
+        drawn = {"P, before refinement": _curve(spectra.plain), "M, after": _curve(spectra.merged)}
         title = tensor.kind if tensor.depth is None else f"{tensor.kind}, layer {tensor.depth}"
         panels.append(Panel(drawn, title=title, x_label="share of directions", logarithmic=True))
-    if not panels:
-        return
-    refined = [tensor.spectra for tensor in measured if tensor.heterogeneous and tensor.spectra]
-    plain = _range(tensor.spectra.plain.leading_energy for tensor in measured if tensor.spectra)
-    told = f"The top 5% of singular values hold {plain} of P's energy. "
-    if refined:
-        told += (
-            f"In refined matrices {_range(s.plain.leading_energy for s in refined)} of P's and "
-            f"{_range(s.merged.leading_energy for s in refined)} of M's; the first singular vectors of P and M have a cosine of "
-            f"{_range((s.leading_cosine for s in refined), '.3f')}."
-        )
+    told = (
+        f"{len(refined)} of {len(summary.diagnosis.matrices)} matrices are refined. There the top 5% of singular values hold "
+        f"{_range(s.plain.leading_energy for _, s in refined)} of P's energy and "
+        f"{_range(s.merged.leading_energy for _, s in refined)} of M's; the first singular vectors of P and M have a cosine of "
+        f"{_range((s.leading_cosine for _, s in refined), '.3f')}."
+    )
     yield Figure(
         "spectra",
         "What spectral refinement does",
-        f"Singular values of ACE's closed form P and of the final M, in the middle layer of each kind. {told}",
+        "Singular values of ACE's closed form P and of the final M. Of each kind, the middle one of the layers that ACE refines; "
+        f"kinds that it refines nowhere are left out. {told}",
         told,
         partial(lines, panels),
     )
@@ -215,8 +214,8 @@ def _curve(spectrum: Spectrum) -> Line:
     return Line(spectrum.share, spectrum.values)
 
 
-def _middle(tensors: Sequence[TensorDiagnosis]) -> TensorDiagnosis:
-    return sorted(tensors, key=lambda tensor: tensor.depth or 0)[len(tensors) // 2]
+def _middle(refined: Sequence[tuple[TensorDiagnosis, Spectra]]) -> tuple[TensorDiagnosis, Spectra]:
+    return sorted(refined, key=lambda entry: entry[0].depth or 0)[len(refined) // 2]
 
 
 def _range(values: Iterable[float], form: str = ".0%") -> str:
@@ -233,3 +232,5 @@ def _ridge(summary: Summary) -> Iterable[Figure]:
 _FIGURES: tuple[Callable[[Summary], Iterable[Figure]], ...] = (
     _heterogeneity, _forecasts, _changes, _similarities, _ridge, _spectra, _distributions, _concentration
 )  # fmt: skip
+_OF_ACE = (_heterogeneity, _ridge, _spectra, _concentration)
+"""About nothing that will happen where a merge by ACE is not thought of."""

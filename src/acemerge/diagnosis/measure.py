@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acemerge.adapters.change import LoraChange
 from acemerge.checkpoints.families import align_names
 from acemerge.checkpoints.source import Sources
 from acemerge.diagnosis import DEFAULT_CANDIDATES
@@ -26,6 +28,8 @@ from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity, 
 from acemerge.numerics.covariance import Experts
 from acemerge.numerics.frame import Frame, standard_frame
 from acemerge.numerics.linalg import directions_flops
+from acemerge.output.input_hashes import Hashes, hashing_inputs
+from acemerge.output.model_card import public_names
 from acemerge.planning.layer_names import depths, kind_of
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
@@ -33,7 +37,7 @@ from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, co
 from acemerge.recipe.recipe import Recipe, TensorRule
 from acemerge.tensors.nonfinite import nonfinite_values
 from acemerge.tensors.task_vectors import load_task_vectors, tensor_context
-from acemerge.version import __version__
+from acemerge.version import __version__, versions
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Diagnosis:
     experts: tuple[str, ...]
     adapters: tuple[str, ...]
     """Those of the experts that are adapters: of this base by their making."""
+    ranks: Mapping[str, tuple[int, int]]
+    """Of each adapter, the lowest and the highest rank of its changes."""
     preset: str
     model_type: str
     ace: Mapping[str, Any]
@@ -89,11 +95,25 @@ class Diagnosis:
     notes: tuple[str, ...]
     tensors: tuple[TensorDiagnosis, ...]
     quick: bool
+    arguments: tuple[str, ...]
+    """What commands about these models begin with: models by the names that others know them by, no local paths, and flags."""
+    inputs: Hashes
+    """Model -> file -> its sha256."""
+    versions: Mapping[str, str]
 
     @cached_property
     def matrices(self) -> list[TensorDiagnosis]:
         """What ACE would merge."""
         return [tensor for tensor in self.tensors if tensor.fate == "merged"]
+
+    def command(self, verb: str, *more: str) -> str:
+        """A command line about the same models."""
+        return shlex.join(["acemerge", verb, *self.arguments, *more])
+
+    @property
+    def compares_ace(self) -> bool:
+        """Whether a merge by ACE is among the candidates."""
+        return any(parse_candidate(label)[0] == "ace" for label in self.candidates)
 
     def write_report(self, path: str | Path) -> Path:
         """As one self-contained HTML file."""
@@ -138,17 +158,36 @@ def measure(
     place = depths(tensor.name for tensor in everything.tensors)
     by_name = {tensor.name: tensor for tensor in plan.tensors}
     found = []
-    for wide in everything.tensors:
-        if is_computed(wide):
-            planned = by_name[wide.name]
-            tensor = _Measure(plan, planned, wide, place[wide.name], where)
-            found.append(tensor.take(planned_candidates if wide.name in looked_into else None))
-        progress.advance(wide)
+    with hashing_inputs(plan, verify=False) as hashes:
+        for wide in everything.tensors:
+            if is_computed(wide):
+                planned = by_name[wide.name]
+                tensor = _Measure(plan, planned, wide, place[wide.name], where)
+                found.append(tensor.take(planned_candidates if wide.name in looked_into else None))
+            progress.advance(wide)
+        inputs = hashes.all()
     return Diagnosis(
         plan.base.name, tuple(e.name for e in plan.experts), tuple(e.name for e in plan.experts if e.changes is not None),
+        _ranks(plan),
         plan.family.name, str(plan.base.config.get("model_type", "unknown")),
         asdict(plan.options), tuple(c.label for c in planned_candidates), plan.notes, tuple(found), quick,
+        _arguments(recipe, sources), inputs, versions(),
     )  # fmt: skip
+
+
+def _arguments(recipe: Recipe, sources: Sources) -> tuple[str, ...]:
+    """Rules for tensors can be given by a recipe only."""
+    if recipe.tensors:
+        return ("recipe.yaml",)
+    asked = {"--preset": recipe.preset, "--orientation": recipe.orientation, "--missing": recipe.missing}
+    usual = {"--preset": "auto", "--orientation": "canonical", "--missing": "error"}
+    flags = [word for flag, value in asked.items() if value != usual[flag] for word in (flag, value)]
+    return (*public_names([sources.base, *sources.experts]), *flags)
+
+
+def _ranks(plan: Plan) -> dict[str, tuple[int, int]]:
+    found = {e.name: [c.rank for c in (e.changes or {}).values() if isinstance(c, LoraChange)] for e in plan.experts}
+    return {name: (min(ranks), max(ranks)) for name, ranks in found.items() if ranks}
 
 
 def planned_work(recipe: Recipe, sources: Sources, candidates: Sequence[str], *, quick: bool) -> tuple[Plan, dict[str, float]]:

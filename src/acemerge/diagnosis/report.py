@@ -9,7 +9,14 @@ from acemerge.diagnosis.figures import figures
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.planning.layer_names import kinds_in_order
-from acemerge.reports.page import Column, Page, Table
+from acemerge.reports.page import Column, Page, Provenance, Table
+
+_COLUMNS_OF_ACE = (
+    Column("gamma", "gamma", "heterogeneity of the experts' energies, which chooses ACE's branch", ".3f"),
+    Column("branch", "branch", "of ACE", choices=("heterogeneous", "homogeneous")),
+    Column("ridge", "ridge share", "the regulariser's part of the trace of ACE's system", ".3f"),
+    Column("leading", "top 5% of P", "share of ACE's closed form's energy in its top 5% of singular values", ".0%"),
+)
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> Page:
@@ -27,19 +34,37 @@ def diagnosis_page(diagnosis: Diagnosis) -> Page:
         facts=_facts(diagnosis),
         figures=figures(diagnosis),
         table=tensor_table(diagnosis),
+        provenance=_provenance(diagnosis),
+        commands={} if level == "stop" else _next(diagnosis),
         details={"Notes": "\n".join(diagnosis.notes)} if diagnosis.notes else {},
     )
+
+
+def _provenance(diagnosis: Diagnosis) -> Provenance:
+    compared = [word for candidate in diagnosis.candidates for word in ("-m", candidate)]
+    quick = ["--quick"] if diagnosis.quick else []
+    command = diagnosis.command("diagnose", *compared, *quick, "-o", "report.html")
+    return Provenance(command, diagnosis.versions, diagnosis.inputs, "where these models are")
+
+
+def _next(diagnosis: Diagnosis) -> dict[str, str]:
+    return {
+        "See what a merge would do to every tensor": diagnosis.command("plan"),
+        "Merge": diagnosis.command("merge", "-o", "merged", "--report"),
+    }
 
 
 def _facts(diagnosis: Diagnosis) -> dict[str, str]:
     ace = diagnosis.ace
     extent = "first, middle and last layer (--quick)" if diagnosis.quick else "every matrix"
+    ranks = {name: str(low) if low == high else f"{low} to {high}" for name, (low, high) in diagnosis.ranks.items()}
     return {
         "model type": diagnosis.model_type,
         "preset": diagnosis.preset,
         "tensors": f"{len(diagnosis.tensors)}, of them {len(diagnosis.matrices)} matrices that ACE merges",
         "ACE": f"epsilon {ace['epsilon']:g}, tau {ace['tau']:g}, k_frac {ace['k_frac']:g}",
         "distances and spectra": extent,
+        **({"adapter ranks": ", ".join(f"{name} {rank}" for name, rank in ranks.items())} if ranks else {}),
     }
 
 
@@ -52,11 +77,8 @@ def tensor_table(diagnosis: Diagnosis) -> Table:
         Column("depth", "layer", "counted from 0", ".0f"),
         Column("shape", "shape", "as stored"),
         Column("fate", "fate", "what a merge by ACE would do with it", choices=sorted({t.fate for t in diagnosis.tensors})),
-        Column("gamma", "gamma", "heterogeneity of the experts' energies", ".3f"),
-        Column("branch", "branch", "of ACE", choices=("heterogeneous", "homogeneous")),
-        Column("ridge", "ridge share", "the regulariser's part of the trace of ACE's system", ".3f"),
+        *(_COLUMNS_OF_ACE if diagnosis.compares_ace else ()),
         *(Column(f"forecast {c}", c, f"distance of {c} under ACE's own objective", ".2f") for c in diagnosis.candidates),
-        Column("leading", "top 5% of P", "share of the closed form's energy in its top 5% of singular values", ".0%"),
         Column("conflict", "conflicts", "mean share of opposite signs between two experts", ".0%"),
         Column("cosine", "cosine", "mean cosine between two experts' changes", ".2f"),
         Column("normal", "from normal", "largest distance of an expert's entries from a normal distribution function", ".3f"),
@@ -69,7 +91,8 @@ def tensor_table(diagnosis: Diagnosis) -> Table:
 
 def _record(diagnosis: Diagnosis, tensor: TensorDiagnosis) -> dict[str, str | float | None]:
     entries = tensor.entries
-    branch = "" if tensor.fate != "merged" or tensor.gamma is None else "heterogeneous" if tensor.heterogeneous else "homogeneous"
+    gamma = tensor.gamma if tensor.fate == "merged" else None  # elsewhere it decides nothing
+    branch = "" if gamma is None else "heterogeneous" if tensor.heterogeneous else "homogeneous"
     means = [abs(m) / d for m, d in zip(entries.mean, entries.deviation, strict=True) if d]
     distances = [distance for distance in entries.normal_distance if distance is not None]
     return {
@@ -78,7 +101,7 @@ def _record(diagnosis: Diagnosis, tensor: TensorDiagnosis) -> dict[str, str | fl
         "depth": tensor.depth,
         "shape": "x".join(map(str, tensor.shape)) or "scalar",
         "fate": tensor.fate,
-        "gamma": tensor.gamma if tensor.gamma is None or math.isfinite(tensor.gamma) else None,
+        "gamma": gamma if gamma is None or math.isfinite(gamma) else None,
         "branch": branch,
         "ridge": tensor.ridge_share,
         **{f"forecast {c}": tensor.forecasts[c].objective if c in tensor.forecasts else None for c in diagnosis.candidates},

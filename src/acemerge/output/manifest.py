@@ -17,7 +17,7 @@ from acemerge.output.input_hashes import Hashes, content_sha256
 from acemerge.planning.layer_names import kind_of
 from acemerge.planning.plan import Plan
 from acemerge.planning.shares import weights_by_fate
-from acemerge.version import __version__
+from acemerge.version import __version__, versions
 
 MANIFEST = "acemerge_manifest.json"
 _LARGEST = 200_000_000  # bytes: about 1 kB for each tensor, and the largest models have 100,000
@@ -111,6 +111,8 @@ class Manifest(_Account):
     """Of a merge."""
 
     acemerge: str
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Of what it was made with."""
     base: str
     experts: list[str]
     family: str
@@ -170,6 +172,7 @@ def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes) -
     return Manifest.model_validate(
         {
             "acemerge": __version__,
+            "versions": versions(),
             **plan.to_json(),
             **lost,
             "tensors": tensors,

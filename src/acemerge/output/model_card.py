@@ -66,7 +66,7 @@ def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
     fields = plan.recipe.model_dump(exclude={"inputs", "base", "experts", "options"}, exclude_defaults=True)
     if plan.recipe.data:
         fields["data"] = Path(plan.recipe.data).name  # a suite's name, or the folder's own: no local path
-    base, *experts = _public_names([sources.base, *sources.experts])
+    base, *experts = public_names([sources.base, *sources.experts])
     resolved = {
         "base": base,
         "experts": [{"model": name, "name": expert.name} for name, expert in zip(experts, plan.experts, strict=True)],
@@ -80,7 +80,7 @@ def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
     return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
 
 
-def _public_names(sources: Sequence[Source]) -> list[str]:
+def public_names(sources: Sequence[Source]) -> list[str]:
     """Names without a local path; models of the same name are told apart by their parent folder's."""
     names = [source.public_name for source in sources]
     return [

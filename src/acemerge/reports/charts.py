@@ -12,12 +12,17 @@ from acemerge.reports.figure import DASHES, SERIES, Palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure as Drawing
 
 WIDTH = 4.1
 """Inches: letters stay readable when a phone shows it a little smaller."""
 _MOST_LABELLED_CELLS = 10
-_LEGEND_COLUMNS = 3
+_ROUND = (1, 2, 5, 10)
+"""Steps between ticks."""
+_LONGEST_IN_THREE = 16
+_LONGEST_LABEL = 22
+"""Letters: a longer name leaves no room for the chart, and stands in full in the table of tensors."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def lines(panels: Sequence[Panel], palette: Palette, height: float = 2.3) -> Dra
     columns = 1 if len(panels) == 1 else 2
     rows = math.ceil(len(panels) / columns)
     labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
-    legend_rows = math.ceil(len(labels) / _LEGEND_COLUMNS)
+    legend_rows = math.ceil(len(labels) / _legend_columns(labels))
     panel_height = height if columns == 1 else 1.6
     with _style(palette):
         drawing = Drawing(figsize=(WIDTH, rows * panel_height + 0.2 * legend_rows + 0.25), layout="constrained")
@@ -102,11 +107,22 @@ def _draw_panel(axes: Axes, panel: Panel, labels: Sequence[str], palette: Palett
         )
     if panel.logarithmic:
         axes.set_yscale("log")
-    if panel.whole_x:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _round_ticks(axes.yaxis, *axes.get_ylim())
+    axes.xaxis.set_major_locator(MaxNLocator(8 if panel.whole_x else 4, integer=panel.whole_x, steps=_ROUND))
     axes.set_title(panel.title)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
+
+
+def _round_ticks(axis: Axis, lowest: float, highest: float) -> None:
+    """Ticks of a logarithmic scale at numbers that people count in, written as people write them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    decades = math.log10(highest / lowest)
+    narrow = MaxNLocator(4, steps=_ROUND)
+    axis.set_major_locator(narrow if decades < 1 else LogLocator(subs=(1, 2, 5) if decades < 2 else (1,), numticks=6))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _appearance(index: int) -> dict[str, Any]:
@@ -117,8 +133,22 @@ def _add_legend(drawing: Drawing, labels: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     if len(labels) > 1:
-        handles = [Line2D([], [], **_appearance(i), label=label) for i, label in enumerate(labels)]
-        drawing.legend(handles=handles, loc="outside lower center", ncols=min(_LEGEND_COLUMNS, len(labels)), fontsize=7.5)
+        handles = [Line2D([], [], **_appearance(i), label=_short(label)) for i, label in enumerate(labels)]
+        drawing.legend(handles=handles, loc="outside lower center", ncols=_legend_columns(labels), fontsize=7.5)
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    """As many as fit, and no row that is nearly empty."""
+    fitting = 3 if max(map(len, labels)) <= _LONGEST_IN_THREE else 2
+    return math.ceil(len(labels) / math.ceil(len(labels) / fitting))
+
+
+def _short(label: str) -> str:
+    """Names of models often differ at their ends only, so what is cut is the middle."""
+    if len(label) <= _LONGEST_LABEL:
+        return label
+    kept = _LONGEST_LABEL - 1
+    return f"{label[: kept // 2]}…{label[kept // 2 - kept :]}"
 
 
 @dataclass(frozen=True)
@@ -144,9 +174,11 @@ def heat_map(chart: HeatMap, palette: Palette) -> Drawing:
 
     values = np.array([[math.nan if value is None else value for value in row] for row in chart.values], dtype=float)
     scale = LogNorm if chart.logarithmic else Normalize
-    turned = max(map(len, chart.columns)) > 3
+    columns = [_short(column) for column in chart.columns]
+    longest = max(map(len, columns))
+    turned = longest > 3
     with _style(palette):
-        height = 0.7 + 0.26 * len(chart.rows) + (0.055 * max(map(len, chart.columns)) if turned else 0.1)
+        height = 0.7 + 0.26 * len(chart.rows) + (0.055 * longest if turned else 0.1)
         drawing = Drawing(figsize=(WIDTH, max(1.5, height)), layout="constrained")
         axes = drawing.subplots()
         mesh = axes.pcolormesh(
@@ -154,16 +186,20 @@ def heat_map(chart: HeatMap, palette: Palette) -> Drawing:
         )
         axes.invert_yaxis()
         axes.grid(False)
-        step = math.ceil(len(chart.columns) / 16)
-        axes.set_xticks(np.arange(len(chart.columns))[::step] + 0.5, chart.columns[::step], rotation=60 if turned else 0,
+        step = math.ceil(len(columns) / 16)
+        axes.set_xticks(np.arange(len(columns))[::step] + 0.5, columns[::step], rotation=60 if turned else 0,
                         ha="right" if turned else "center", rotation_mode="anchor" if turned else "default")  # fmt: skip
-        axes.set_yticks(np.arange(len(chart.rows)) + 0.5, chart.rows)
+        axes.set_yticks(np.arange(len(chart.rows)) + 0.5, [_short(row) for row in chart.rows])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_xlabel(chart.x_label)
-        if len(chart.columns) <= _MOST_LABELLED_CELLS:
+        if len(columns) <= _MOST_LABELLED_CELLS:
             _label_cells(axes, mesh, values, chart.decimals)
-        drawing.colorbar(mesh, ax=axes, pad=0.02, aspect=30).outline.set_visible(False)
+        outside = bool(np.nanmax(values) > chart.highest)
+        bar = drawing.colorbar(mesh, ax=axes, pad=0.02, aspect=30, extend="max" if outside else "neither")
+        bar.outline.set_visible(False)
+        if chart.logarithmic:
+            _round_ticks(bar.ax.yaxis, chart.lowest, chart.highest)
     return drawing
 
 

@@ -33,12 +33,15 @@ def line_of(by_place: Mapping[int, Sequence[float]]) -> Line:
 
 
 def heterogeneity_figure(points: Iterable[Point], tau: float) -> list[Figure]:
-    """The paper's figure of gamma."""
+    """The paper's figure of gamma; nothing where it decides nothing, because no matrix is above tau."""
+    drawn = list(points)
+    if not any(value is not None and value > tau for _, _, value in drawn):
+        return []
     caption = (
         f"Heterogeneity gamma of the experts' energies, by layer and kind of matrix. Above tau = {tau:g} ACE normalises the "
         "experts' covariances and refines the spectrum; below it keeps their own strength."
     )
-    return depth_figure("heterogeneity", "How unequal the experts are", caption, points, "gamma", {f"tau = {tau:g}": tau})
+    return depth_figure("heterogeneity", "How unequal the experts are", caption, drawn, "gamma", {f"tau = {tau:g}": tau})
 
 
 def regulariser_figure(points: Iterable[Point], epsilon: float | str) -> list[Figure]:

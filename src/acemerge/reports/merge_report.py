@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from acemerge.reports.layer_figures import (
     heterogeneity_figure,
     regulariser_figure,
 )
-from acemerge.reports.page import Column, Finding, Page, Table, gravest_first, verdict_of
+from acemerge.reports.page import Column, Finding, Page, Provenance, Table, gravest_first, verdict_of
 
 _ADAPTER_COLUMNS = (
     Column("rank", "rank", "of the factors written", ".0f"),
@@ -31,6 +32,9 @@ _ADAPTER_COLUMNS = (
 )
 _FEW = 10
 """Words to choose from."""
+_AGAIN = "acemerge merge acemerge.yaml -o again"
+"""From the recipe that is in every output."""
+_WHERE = "where the models are; acemerge.yaml is in the merged folder"
 LOST = 0.05
 """Relative error of a truncated adapter that deserves a look."""
 
@@ -52,6 +56,8 @@ def merge_page(account: Manifest) -> Page:
         facts=_facts(account),
         figures=figures(account),
         table=tensor_table(account),
+        provenance=Provenance(_AGAIN, account.versions or {"acemerge": account.acemerge}, account.inputs, _WHERE),
+        commands={"Check that the files are still those that were written, in the merged folder": "acemerge verify ."},
         details=_details(account),
     )
 
@@ -62,6 +68,8 @@ def _facts(account: Manifest) -> dict[str, str]:
     facts["of all weights"] = shares_told(account.weights)
     if account.saved_as == "adapter":
         facts["written as"] = "one LoRA adapter"
+    if ranks := _ranks_written(account):
+        facts["ranks written"] = f"{ranks[0]:g} to {ranks[-1]:g}" if len(ranks) > 1 else f"{ranks[0]:g}"
     if account.heads:
         facts["heads kept apart"] = ", ".join(account.heads)
     if account.omitted:
@@ -110,7 +118,11 @@ def _truncation(account: Manifest) -> Iterator[Finding]:
     rank = tensor.number("rank")
     text = f"The adapter lacks {overall}{worst:.1%} of '{tensor.name}' at most, which has rank {rank} (relative error)."
     grave = max(worst, account.relative_error or 0) > LOST
-    yield Finding("caution" if grave else "good", text, "Give a larger rank, or none, and no half precision." if grave else "")
+    if grave:
+        advice = "Give a larger rank, or none, and no half precision."
+        yield Finding("caution", text, advice, f"{_AGAIN} --rank {2 * round(rank or 1)}")
+    else:
+        yield Finding("good", text)
 
 
 def _inactive(account: Manifest) -> Iterator[Finding]:
@@ -120,7 +132,18 @@ def _inactive(account: Manifest) -> Iterator[Finding]:
     for expert in account.experts:
         norms = [norm for tensor in account.merged for name, norm in _task_norms(tensor) if name == expert]
         if norms and not any(norms):
-            yield Finding("caution", f"Expert '{expert}' changed nothing that was merged.", "Leave it out.")
+            yield Finding(
+                "caution", f"Expert '{expert}' changed nothing that was merged.", "Leave it out.", _without(account, expert)
+            )
+
+
+def _without(account: Manifest, expert: str) -> str:
+    """The same merge of the other experts."""
+    others = [name for name in account.experts if name != expert]
+    settings = [word for name, value in account.options.items() for word in ("-s", f"{name}={value}")]
+    return (
+        shlex.join(["acemerge", "merge", account.base, *others, "-m", account.method, *settings, "-o", "again"]) if others else ""
+    )
 
 
 def _task_norms(tensor: TensorRecord) -> Iterable[tuple[str, float]]:
@@ -146,7 +169,23 @@ def figures(account: Manifest) -> list[Figure]:
     )  # fmt: skip
     if "epsilon" in account.options:
         found += regulariser_figure(points("ridge_share"), account.options["epsilon"])
+    found += _rank_figure(account, points("rank"))
     return [*found, *_energy_figure(account, place)]
+
+
+def _rank_figure(account: Manifest, points: Iterable[Point]) -> list[Figure]:
+    """Where they differ. Only of an adapter: a method may tell of ranks of its own, which nothing was written with."""
+    if len(_ranks_written(account)) < 2:
+        return []
+    caption = (
+        "The rank of the factors written for each matrix of the adapter, by layer and kind: the mean where there are several."
+    )
+    return depth_figure("ranks", "Which ranks the adapter has", caption, points, "rank")
+
+
+def _ranks_written(account: Manifest) -> list[float]:
+    ranks = {rank for tensor in account.tensors if (rank := tensor.number("rank")) is not None}
+    return sorted(ranks) if account.saved_as == "adapter" else []
 
 
 def _energy_figure(account: Manifest, place: Mapping[str, int | None]) -> list[Figure]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from acemerge.errors import InputError
 from acemerge.output.whole_files import replace_file
 from acemerge.reports.figure import Figure
 from acemerge.version import __version__
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 Level = Literal["stop", "caution", "good"]
 _MARKS: Mapping[Level, str] = {"good": "✓", "caution": "!", "stop": "✗"}
@@ -25,6 +29,25 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
+    command: str = ""
+    """The same to be typed."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a page speaks of, and how to get the same again."""
+
+    command: str
+    versions: Mapping[str, str]
+    inputs: Mapping[str, Mapping[str, str]]
+    """Model -> file -> its sha256."""
+    note: str = ""
+    """Where the command is to be run."""
+
+    @property
+    def files(self) -> int:
+        """Of all models."""
+        return sum(map(len, self.inputs.values()))
 
 
 @dataclass(frozen=True)
@@ -54,17 +77,39 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Row:
+    """Of the table."""
+
+    cells: Sequence[tuple[Column, Cell]]
+    folded: bool
+    """Not shown until it is asked for."""
+
+
+@dataclass(frozen=True)
 class Table:
-    """Rows are mappings of columns' keys to values; a value may be missing."""
+    """Records are mappings of columns' keys to values; a value may be missing."""
 
     caption: str
     columns: Sequence[Column]
     records: Sequence[Mapping[str, str | float | None]]
 
     @property
-    def rows(self) -> list[list[tuple[Column, Cell]]]:
+    def rows(self) -> list[Row]:
         """As they are shown."""
-        return [[(column, _cell(column, record.get(column.key))) for column in self.columns] for record in self.records]
+        return [
+            Row([(column, _cell(column, record.get(column.key))) for column in self.columns], _is_folded(record))
+            for record in self.records
+        ]
+
+    @property
+    def folded(self) -> int:
+        """How many rows are not shown at first."""
+        return sum(map(_is_folded, self.records))
+
+
+def _is_folded(record: Mapping[str, str | float | None]) -> bool:
+    """There is little to see of a tensor that is the base's."""
+    return record.get("fate") == "kept"
 
 
 def _cell(column: Column, value: str | float | None) -> Cell:
@@ -86,6 +131,9 @@ class Page:
     facts: Mapping[str, str]
     figures: Sequence[Figure]
     table: Table
+    provenance: Provenance
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """What to do next, ready to be copied."""
     details: Mapping[str, str] = field(default_factory=dict)
 
     def to_html(self) -> str:
@@ -95,7 +143,26 @@ class Page:
         environment = Environment(
             loader=PackageLoader("acemerge", "reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
         )
+        environment.filters |= {"whole_words": _whole_words, "slug": _slug}
         return environment.get_template("page.html").render(page=self, version=__version__, marks=_MARKS, words=_WORDS)
+
+
+_BREAKABLE = re.compile(r"((?:tau|epsilon) = \S+|[^\s()]*\w[-/=:]\w[^\s()]*)")
+_LONGEST_WHOLE = 28
+
+
+def _whole_words(text: str) -> Markup:
+    """Names and settings on one line: a browser breaks expert-3 and 1e-05 at their hyphens. Long ones it may."""
+    from markupsafe import Markup, escape
+
+    whole = Markup('<span class="whole">{}</span>')
+    parts = enumerate(_BREAKABLE.split(text))  # every other one is what was looked for
+    return Markup("").join(whole.format(part) if i % 2 and len(part) <= _LONGEST_WHOLE else escape(part) for i, part in parts)
+
+
+def _slug(text: str) -> str:
+    """As a file's name."""
+    return re.sub(r"[^\w.]+", "-", text).strip("-.") or "tensors"
 
 
 def gravest_first(findings: Sequence[Finding]) -> list[Finding]:
