@@ -123,6 +123,7 @@ def test_filtering_by_name_and_kind(browser: Any, twelve_layers: dict[str, Path]
 def test_kept_tensors_are_folded_away_until_they_are_asked_for(browser: Any, folded_page: Path) -> None:
     opened = Opened(browser, folded_page, "phone")
     page = opened.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0], "a long command scrolls by itself"
     assert page.locator("tbody tr:visible").count() == 14
     assert page.locator("#shown").inner_text() == "14 of 21 tensors; 7 more are kept"
     page.get_by_label("show 7 kept").check()
