@@ -25,13 +25,13 @@ import acemerge
 import model_zoo
 from acemerge.calibration.files import FileData
 from acemerge.calibration.texts import _read_lines
+from acemerge.checkpoints.card import base_models, licence
 from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import open_checkpoint, read_json
 from acemerge.checkpoints.source import Source, Sources, resolve_source
 from acemerge.errors import AcemergeError
 from acemerge.execute.opening import make_plan
 from acemerge.methods import get_method
-from acemerge.output.model_card import _licence
 from acemerge.output.staging import staged_output
 from acemerge.output.verify import verify_output
 from acemerge.recipe.arguments import parse_lists, parse_settings
@@ -402,18 +402,19 @@ def test_the_table_of_a_sweep(content: bytes) -> None:
     survives(lambda: read_table(root).best_of(["tau=0.1"], Objective()))
 
 
-@given(st.text(max_size=100) | st.text(max_size=50).map(lambda text: f"---\nlicense: {text}\n---\n"))
+@given(
+    st.text(max_size=100)
+    | st.tuples(st.sampled_from(["license: ", "base_model: ", "base_model:\n- "]), st.text(max_size=50)).map(
+        lambda field: f"---\n{''.join(field)}\n---\n"
+    )
+)
 def test_model_cards(text: str) -> None:
     root = FOLDERS["scratch"] / "cards"
-    if not root.exists():
-        write_models(root)
-    (root / "base/README.md").write_bytes(text.encode("utf-8", "surrogatepass"))
-    plan = make_plan(
-        make_recipe({"base": "x", "experts": ["y"]}),
-        Sources(Source("x", root / "base"), (Source("y", root / "expert-0"),), ("x", "y")),
-    )
-    licence = _licence(plan)
-    assert licence is None or licence.isprintable()
+    root.mkdir(exist_ok=True)
+    (root / "README.md").write_bytes(text.encode("utf-8", "surrogatepass"))
+    named = licence(root)
+    assert named is None or named.isprintable()
+    assert all(name.isprintable() for name in base_models(root))
 
 
 def test_the_sound_files_are_sound() -> None:

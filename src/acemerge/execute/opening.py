@@ -84,7 +84,7 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
 def note_kinship(plans: Sequence[Plan]) -> list[Plan]:
     """With what the weights say of the experts. The plans are of the same models, so these are looked at once."""
     first = with_kinship(plans[0])
-    return [replace(plan, strangers=first.strangers, copies=first.copies) for plan in plans]
+    return [replace(plan, strangers=first.strangers, doubts=first.doubts) for plan in plans]
 
 
 def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:

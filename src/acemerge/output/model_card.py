@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from acemerge.checkpoints.card import licence
 from acemerge.checkpoints.side_files import copy_side_file
 from acemerge.checkpoints.source import Source, Sources
 from acemerge.output.adapter_writer import write_adapter_config
@@ -98,8 +98,8 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
     if hub_models:
         front |= {"base_model": hub_models, "base_model_relation": "adapter" if is_adapter else "merge"}
     front |= {"library_name": "peft" if is_adapter else "transformers", "tags": ["merge", "acemerge"]}
-    if licence := _licence(plan):
-        front["license"] = licence
+    if plan.base.folder and (named := licence(plan.base.folder)):
+        front["license"] = named
     files = "\n".join(f"| {model} | `{file}` | `{sha}` |" for model, own in hashes.items() for file, sha in own.items())
     experts = "\n".join(f"- {source.public_name}" for source in sources.experts)
     counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
@@ -208,17 +208,3 @@ model = acemerge.load_expert_head("this-folder", "{example}")
 
 or, as a folder of its own: `acemerge task this-folder {example} -o OUT`.
 """
-
-
-_FRONT_MATTER = 50_000  # characters of a card in which its front matter must end
-
-
-def _licence(plan: Plan) -> str | None:
-    """The base's licence, if its model card's front matter names one."""
-    card = plan.base.folder / "README.md" if plan.base.folder else None
-    if card is None or not card.is_file():
-        return None
-    with card.open(encoding="utf-8", errors="replace") as file:
-        front = re.match(r"---\n(.*?)\n---", file.read(_FRONT_MATTER), re.DOTALL)
-    found = re.search(r"^license:\s*([\w.-]+)\s*$", front[1], re.MULTILINE) if front else None
-    return found[1] if found else None

@@ -16,15 +16,19 @@ from torch import Tensor
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor, computed
 
-RELATED = 0.25
-"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0. Even one whose change is
-twice as long as the base itself has 0.45: what is below is refused, so it must be beyond doubt."""
+RELATED = 0.5
+"""A fine-tune's matrices have a cosine near 1 with the base's, those of another random start near 0."""
+_BEYOND_DOUBT = 0.25
+"""Below this an expert is refused. Even one whose change is twice as long as the base itself has 0.45."""
 _MATRICES, _ENTRIES = 3, 2**16
 
 
 def with_kinship(plan: Plan) -> Plan:
     """The plan with what there is to say of experts whose weights are not what a fine-tune's would be."""
-    return replace(plan, strangers=tuple(_find_strangers(plan)), copies=tuple(_find_copies(plan)))
+    distant = _find_distant(plan)
+    strangers = tuple(said for said, cosine in distant if cosine < _BEYOND_DOUBT)
+    doubts = tuple(said for said, cosine in distant if cosine >= _BEYOND_DOUBT)
+    return replace(plan, strangers=strangers, doubts=(*doubts, *_find_copies(plan), *_find_twins(plan)))
 
 
 def refused_strangers(plan: Plan) -> list[str]:
@@ -32,7 +36,7 @@ def refused_strangers(plan: Plan) -> list[str]:
     return [f"{said}; give the base it was made from, or pass --force to merge it all the same" for said in plan.strangers]
 
 
-def _find_strangers(plan: Plan) -> list[str]:
+def _find_distant(plan: Plan) -> list[tuple[str, float]]:
     """What to say of the experts that do not look like fine-tunes of this base, by the first entries of a few matrices."""
     found = []
     for index, expert in enumerate(plan.experts):
@@ -41,10 +45,11 @@ def _find_strangers(plan: Plan) -> list[str]:
         cosines = [_cosine(plan.base.read(planned.name), expert.read(name)) for planned, name in chosen]
         known = [cosine for cosine in cosines if cosine is not None]
         if known and max(known) < RELATED:
-            found.append(
+            said = (
                 f"expert '{expert.name}' does not look like a fine-tune of this base: its matrices have a cosine of "
                 f"{max(known):.2f} with the base's, where a fine-tune's is near 1; merging it gives noise (`acemerge diagnose`)"
             )
+            found.append((said, max(known)))
     return found
 
 
@@ -63,19 +68,17 @@ def _cosine(base: Tensor, expert: Tensor) -> float | None:
     return float(torch.dot(one, other)) / lengths if math.isfinite(lengths) and lengths else None
 
 
-def _find_copies(plan: Plan) -> list[str]:
+def _find_copies(plan: Plan) -> Iterator[str]:
     """Experts that are the base, weight for weight. Any other is known by the first tensor that differs."""
-    found = []
     for index, expert in enumerate(plan.experts):
         if expert.changes is not None:
             continue
         own = [(t.name, s.name) for t in computed(plan.tensors) for s in t.fate.experts if s.expert == index and s.name]
         if own and all(_same(plan.base.read(name), expert.read(theirs)) for name, theirs in own):
-            found.append(
+            yield (
                 f"expert '{expert.name}' is a copy of the base, weight for weight: it has nothing to add, and makes the others "
                 "count for less where they are averaged; leave it out"
             )
-    return [*found, *_find_twins(plan)]
 
 
 def _find_twins(plan: Plan) -> Iterator[str]:

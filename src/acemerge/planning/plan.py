@@ -54,8 +54,9 @@ class Plan:
     data: PlannedData | None = None
     """For methods that use it."""
     strangers: tuple[str, ...] = ()
-    copies: tuple[str, ...] = ()
-    """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base, or copies."""
+    """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base."""
+    doubts: tuple[str, ...] = ()
+    """The same of those that may be none, and of copies."""
 
     @cached_property
     def shards(self) -> dict[str, tuple[PlannedTensor, ...]]:
@@ -78,7 +79,7 @@ class Plan:
     @property
     def kinship(self) -> tuple[str, ...]:
         """All that the weights say of the experts."""
-        return (*self.strangers, *self.copies)
+        return (*self.strangers, *self.doubts)
 
     @property
     def per_task_methods(self) -> list[str]:

@@ -31,6 +31,7 @@ from acemerge.numerics.frame import Sides
 from acemerge.planning.as_adapter import plan_as_adapter
 from acemerge.planning.data import ExpertLayers, PlannedData
 from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged
+from acemerge.planning.origins import origin_notes
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why
 from acemerge.planning.tensor import Planned, PlannedTensor, computed
@@ -120,6 +121,7 @@ class _Planner:
         for expert in self.experts:
             if kinds := self._other_kind(expert):
                 self.notes.append(f"expert '{expert.name}' is another kind of model than the base{kinds}")
+        self.notes.extend(origin_notes(self.base, self.experts))
         self.notes.extend(tokenizer_notes(self.base, self.experts))
 
     # -- one tensor of the base
