@@ -50,7 +50,7 @@ def test_the_forecast_carries_its_caveat_and_ranks_nobody(four_layers: Diagnosis
     for name in ("forecast", "forecast-by-layer"):
         found = figure(four_layers, name)
         assert found is not None
-        assert "ACE's own layer objective, not accuracy" in found.caption
+        assert "what ACE minimises, not accuracy" in found.caption
     found = figure(four_layers, "forecast")
     assert found is not None
     assert tuple(found.draw.args[0].rows) == four_layers.candidates, "in the order they were asked for"  # type: ignore[attr-defined]

@@ -201,7 +201,7 @@ def test_methods_that_make_one_model_say_so(tmp_path: Path, command: Command) ->
     assert "One model made from 3 fine-tuned ones" in (tmp_path / "out/README.md").read_text()
     assert "per task" not in (tmp_path / "out/README.md").read_text()
     listed = command("methods")
-    assert "a model per task" in listed
+    assert "One model per task, not one merged model" in listed
     assert json.loads(command("methods", "average", "--json"))[0]["per_task"] is False
 
 

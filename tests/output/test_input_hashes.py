@@ -89,7 +89,7 @@ def test_a_file_that_shrinks_under_a_read_ends_the_command_with_a_sentence(
 ) -> None:
     """After the check, in the middle of a read: the kernel sends SIGBUS."""
     tensors = {"a.weight": torch.randn(600, 600)}
-    expert = write_model(tmp_path / "expert", {"a.weight": -tensors["a.weight"]})
+    expert = write_model(tmp_path / "expert", {"a.weight": 1.1 * tensors["a.weight"]})
     models = Models(write_model(tmp_path / "base", tensors), [expert])
     original = View.to_method
     calls: list[torch.Tensor] = []

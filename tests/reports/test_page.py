@@ -44,7 +44,7 @@ def test_a_diagnosis_says_where_it_comes_from_without_local_paths(tmp_path: Path
     base, experts = layered(tmp_path, 1, 2)
     diagnosis = acemerge.diagnose(base, experts, candidates=["ace:tau=1e9"], quick=True, orientation="stored")
     page = diagnosis_page(diagnosis)
-    expected = "acemerge diagnose base expert-0 expert-1 --orientation stored -m ace:tau=1e9 --quick -o report.html"
+    expected = "acemerge diagnose base expert-0 expert-1 --orientation stored -m ace:tau=1e9 -m average --quick -o report.html"
     assert page.provenance.command == expected
     assert "acemerge merge base expert-0 expert-1 --orientation stored -o merged --report" in page.commands.values()
     weights = {path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in (base, *experts)}

@@ -22,7 +22,8 @@ METHODS = [m for m in all_methods() if m.uses == "weights"]  # the others run mo
 
 
 def merge(zoo: Zoo, output: Path, method: str = "ace", experts: Mapping[str, Path] | None = None, **settings: Any) -> MergeResult:
-    return acemerge.merge(zoo.base, dict(experts or zoo.adapters), output, method, **settings)
+    """The adapters change so much that, as whole models, they look like no fine-tunes."""
+    return acemerge.merge(zoo.base, dict(experts or zoo.adapters), output, method, **{"force": True, **settings})
 
 
 def taken(method: Method, experts: Mapping[str, Path]) -> dict[str, Path]:
