@@ -38,7 +38,7 @@ test: setup lint types unit  ## everything CI checks
 
 CORE = tests/numerics tests/methods/test_ace.py tests/planning tests/cli/test_cli.py
 check: setup lint types  ## a developer's quick answer: lint, types, and the tests of the core
-	$(BIN)/pytest -n 2 --dist worksteal $(CORE)
+	$(BIN)/pytest -n 2 --dist loadfile $(CORE)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -50,7 +50,7 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # uv only resolves: pip installs.
 UV := .venvs/uv/bin/uv
