@@ -96,5 +96,9 @@ def _find_twins(plan: Plan) -> Iterator[str]:
             )
 
 
-def _same(base: Tensor, expert: Tensor) -> bool:
-    return base.dtype == expert.dtype and base.shape == expert.shape and torch.equal(base, expert)
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Other weights mostly differ in their first entries: the rest is compared only if these are equal."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first = [tensor.reshape(-1)[:_ENTRIES] for tensor in (one, other)]
+    return torch.equal(*first) and torch.equal(one, other)
