@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from acemerge.cli.flags import AsJson
+from acemerge.cli.printing import print_json
 from acemerge.errors import MergeError
 
 
@@ -24,7 +24,7 @@ def verify_command(
 
     found = verify_output(output)
     if as_json:
-        print(json.dumps(found.to_json(), indent=1))
+        print_json(found.to_json())
     elif not found.problems:
         tensors = f" and {found.tensors} tensors" if found.tensors else ""  # of a task's model, the files alone are hashed
         print(f"{output}: whole; {found.files} files{tensors} are as they were written")
