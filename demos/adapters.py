@@ -1,6 +1,6 @@
 """Train five LoRA adapters on real handwritten digits, merge them into a model and into one adapter, and compare.
 
-    python demos/adapters.py                  about a minute and a half on two CPU cores, no network; needs acemerge[bench,lora]
+    python demos/adapters.py                  about a minute and a half on two CPU cores, no network; needs acemerge[bench]
 
 The base, the tasks and the pictures are those of demos/digits.py, whose text says what they are; here each expert is a PEFT
 adapter of rank 8, with a seed of its own. The merged adapter has the rank that the merge needs, 40; cut down to rank 8 it is as
@@ -17,38 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digits import (
-    Folders,
-    Pictures,
-    Progress,
-    Row,
-    Settings,
-    Task,
-    accuracy,
-    batches,
-    class_token,
-    load_pictures,
-    minimise,
-    nearest_mean_head,
-    pretrain,
-    print_table,
-)
-from peft import LoraConfig, PeftModel, get_peft_model
+from digits import Folders, Progress, Row, Settings, Task, accuracy, print_table
+from peft import PeftModel
 from torch import Tensor
 from torch.nn import functional
 from transformers import ViTForImageClassification
 
 import acemerge
+from acemerge.bench.data.digit_questions import Pictures, load_pictures
+from acemerge.bench.domains.digits import batches, class_token, minimise, nearest_mean_head, pretrain
+from acemerge.bench.suites.lora import DIGITS as LORA
 from acemerge.output.task_models import export_expert
 
-RANK = 8
 MERGES: dict[str, tuple[str, dict[str, Any]]] = {
     "average": ("average", {}),
     "task_arithmetic": ("task_arithmetic", {}),
     "ace": ("ace", {}),
     "ace, alpha 0.3": ("ace", {"alpha": 0.3}),  # the scale that is task arithmetic's default, not one chosen here
 }
-TARGETS = ["q_proj", "v_proj", "fc1", "fc2"]
 
 
 def model_for(task: Task, folders: Folders) -> Any:
@@ -62,13 +48,10 @@ def train_adapter(task: Task, settings: Settings, folders: Folders) -> Path:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     train, _ = load_pictures()
-    images, answers = task.pose(train.images, train.digits)
+    images, answers = task.pose(train)
     model = model_for(task, folders)
     model.classifier = nearest_mean_head(class_token(model.vit, images), answers, settings.head_scale)
-    adapted = get_peft_model(
-        model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, modules_to_save=["classifier"])
-    )
-    adapted.train()
+    adapted = LORA.adapt(model).train()
 
     def answer_loss(batch: Tensor) -> Tensor:
         return functional.cross_entropy(adapted(images[batch]).logits, answers[batch])
@@ -108,11 +91,11 @@ def main() -> None:
     settings, folders, say = Settings(seed=arguments.seed), Folders(arguments.output), Progress()
     shutil.rmtree(folders.root / "experts", ignore_errors=True)
     train, test = load_pictures()
-    say(f"base: pretraining without labels, {settings.pretraining_steps} steps")
-    pretrain(train, settings, folders.base)
+    say(f"base: pretraining without labels, {settings.pretraining.steps} steps")
+    pretrain(train.images, settings.pretraining, settings.seed).save_pretrained(folders.base)
     experts = {}
     for task in settings.tasks:
-        say(f"adapter of rank {RANK}: {task.name}")
+        say(f"adapter of rank {LORA.rank}: {task.name}")
         experts[task.name] = train_adapter(task, settings, folders)
     rows = [Row("experts", evaluate_adapters(experts, settings.tasks, folders, test))]
     for label, (method, options) in MERGES.items():
@@ -120,7 +103,7 @@ def main() -> None:
         acemerge.merge(folders.base, experts, merged, method, overwrite=True, threads=1, **options)
         models = {task: acemerge.load_expert_head(merged, task.name) for task in settings.tasks}
         rows.append(Row(label, {task.name: accuracy(model, task, test) for task, model in models.items()}))
-    for rank in (None, RANK):
+    for rank in (None, LORA.rank):
         folder, for_task = merged_adapter(folders, experts, rank)
         size = (folder / "adapter_model.safetensors").stat().st_size
         say(f"ACE as one adapter{f' of rank {rank}' if rank else ''}: {folder}, {size / 1e6:.2f} MB")

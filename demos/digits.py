@@ -30,9 +30,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,16 @@ import transformers
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import ViTConfig, ViTForImageClassification, ViTModel
+from transformers import ViTForImageClassification, ViTModel
 
 import acemerge
+from acemerge.bench.data.digit_questions import QUESTIONS, TEST_PICTURES, Pictures, Question, load_pictures
+from acemerge.bench.domains.digits import HEAD_SCALE, Pretraining, batches, class_token, minimise, nearest_mean_head, pretrain
 
 METHODS = ("average", "task_arithmetic", "ace")
 WORKERS = 2
-TEST_IMAGES = 400
-SPLIT_SEED = 0
-"""Not the run's seed: no run may train on what another run tests on."""
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -70,26 +68,17 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Question):
     """A question about a kind of picture."""
 
-    name: str
     view: str
-    classes: tuple[str, ...]
-    class_of_digit: tuple[int, ...]
 
-    def pose(self, images: Tensor, digits: Tensor) -> tuple[Tensor, Tensor]:
+    def pose(self, pictures: Pictures) -> tuple[Tensor, Tensor]:
         """The pictures as this task shows them, and the right answers."""
-        return VIEWS[self.view](images), torch.tensor(self.class_of_digit)[digits]
+        return VIEWS[self.view](pictures.images), self.answers(pictures.digits)
 
 
-TASKS = (
-    Task("digit", "plain", tuple("0123456789"), tuple(range(10))),
-    Task("parity", "upside down", ("even", "odd"), (0, 1, 0, 1, 0, 1, 0, 1, 0, 1)),
-    Task("loops", "quarter turn", ("no loop", "one loop", "two loops"), (1, 0, 0, 0, 0, 0, 1, 0, 2, 1)),
-    Task("size", "mirrored", ("0 to 4", "5 to 9"), (0, 0, 0, 0, 0, 1, 1, 1, 1, 1)),
-    Task("remainder", "halves swapped", ("3n", "3n + 1", "3n + 2"), (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)),
-)
+TASKS = tuple(Task(q.name, q.classes, q.class_of_digit, view) for q, view in zip(QUESTIONS, VIEWS, strict=True))
 
 
 @dataclass(frozen=True)
@@ -98,18 +87,11 @@ class Settings:
 
     seed: int = 0
     own_pictures: bool = False
-    hidden_size: int = 96
-    layers: int = 3
-    attention_heads: int = 4
-    patch_size: int = 4
+    pretraining: Pretraining = field(default_factory=Pretraining)
     batch_size: int = 64
-    pretraining_steps: int = 1200
-    pretraining_rate: float = 1e-3
-    pretraining_weight_decay: float = 0.05
-    damaged_share: float = 0.25
     finetuning_steps: int = 200
     finetuning_rate: float = 2e-4
-    head_scale: float = 10.0
+    head_scale: float = HEAD_SCALE
 
     @property
     def tasks(self) -> list[Task]:
@@ -164,91 +146,12 @@ class Progress:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {message}", flush=True)
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Images [picture, 1, 8, 8] and the digits that they show."""
-
-    images: Tensor
-    digits: Tensor
-
-
-def load_pictures() -> tuple[Pictures, Pictures]:
-    """The training and the test pictures of scikit-learn's digits."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    digits = torch.tensor(data.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
-    test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
-    return Pictures(images[train], digits[train]), Pictures(images[test], digits[test])
-
-
-def batches(count: int, size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Random indices, with replacement."""
-    return (torch.randint(count, (size,), generator=generator) for _ in range(steps))
-
-
-def minimise(losses: Iterable[Tensor], parameters: list[nn.Parameter], steps: int, rate: float, weight_decay: float) -> None:
-    """One optimiser step for each loss, which is computed only when its turn comes."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=weight_decay, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, cycle_momentum=False)
-    for loss in losses:
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-
-
-def shift(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Every picture moved by up to one pixel each way, with paper coming in at the edge."""
-    padded = functional.pad(images, (1, 1, 1, 1), value=-1.0)
-    top, left = torch.randint(3, (2, len(images), 1, 1), generator=generator)
-    side = torch.arange(images.shape[-1])
-    which = torch.arange(len(images)).view(-1, 1, 1)
-    return padded[which, 0, top + side.view(1, -1, 1), left + side.view(1, 1, -1)].unsqueeze(1)
-
-
-def pretrain(train: Pictures, settings: Settings, folder: Path) -> None:
-    """Learn to restore pictures with pixels wiped out, from the class token alone, so that it comes to hold the picture."""
-    torch.manual_seed(settings.seed)
-    generator = torch.Generator().manual_seed(settings.seed)
-    model = ViTModel(_architecture(settings), add_pooling_layer=False).train()
-    decoder = nn.Linear(settings.hidden_size, train.images[0].numel())
-
-    def restoration_loss(batch: Tensor) -> Tensor:
-        whole = shift(train.images[batch], generator)
-        wiped = torch.rand(whole.shape, generator=generator) < settings.damaged_share
-        restored = decoder(model(whole.masked_fill(wiped, -1.0)).last_hidden_state[:, 0])
-        return functional.mse_loss(restored, whole.flatten(1))
-
-    steps = settings.pretraining_steps
-    minimise(
-        map(restoration_loss, batches(len(train.images), settings.batch_size, steps, generator)),
-        [*model.parameters(), *decoder.parameters()],
-        steps,
-        settings.pretraining_rate,
-        settings.pretraining_weight_decay,
-    )
-    model.save_pretrained(folder)
-
-
-def _architecture(settings: Settings) -> ViTConfig:
-    return ViTConfig(
-        image_size=8,
-        patch_size=settings.patch_size,
-        num_channels=1,
-        hidden_size=settings.hidden_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.attention_heads,
-        intermediate_size=4 * settings.hidden_size,
-    )
-
-
 def fine_tune(task: Task, settings: Settings, folders: Folders) -> float:
     """Train one expert and save it; returns its accuracy on the training pictures. Runs in a process of its own."""
     torch.manual_seed(settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
     train, _ = load_pictures()
-    images, answers = task.pose(train.images, train.digits)
+    images, answers = task.pose(train)
     model = ViTForImageClassification.from_pretrained(
         folders.base, id2label=dict(enumerate(task.classes)), label2id={name: i for i, name in enumerate(task.classes)}
     )
@@ -271,29 +174,9 @@ def fine_tune(task: Task, settings: Settings, folders: Folders) -> float:
 
 
 @torch.no_grad()
-def class_token(backbone: nn.Module, images: Tensor) -> Tensor:
-    """The features that a head sees, [picture, hidden]."""
-    features: Tensor = backbone.train(False)(images).last_hidden_state[:, 0]
-    return features
-
-
-def nearest_mean_head(features: Tensor, answers: Tensor, scale: float) -> nn.Linear:
-    """A head that says which class has the nearest mean feature: a logit is minus the squared distance to it, scaled.
-
-    |f - m|^2 = |f|^2 - 2 f.m + |m|^2, and |f|^2 is the same for every class, so a linear head can say it.
-    """
-    means = torch.stack([features[answers == label].mean(0) for label in range(int(answers.max()) + 1)])
-    spread = (features - features.mean(0)).square().sum(1).mean()
-    head = nn.Linear(means.shape[1], means.shape[0])
-    head.weight.data = means * (2 * scale / spread)
-    head.bias.data = means.square().sum(1) * (-scale / spread)
-    return head
-
-
-@torch.no_grad()
 def accuracy(model: nn.Module, task: Task, pictures: Pictures) -> float:
     """The share of right answers."""
-    images, answers = task.pose(pictures.images, pictures.digits)
+    images, answers = task.pose(pictures)
     return float((model.train(False)(images).logits.argmax(1) == answers).float().mean())
 
 
@@ -304,8 +187,8 @@ def train_all(settings: Settings, folders: Folders, say: Progress) -> None:
         return
     folders.fingerprint.unlink(missing_ok=True)
     train, _ = load_pictures()
-    say(f"base: pretraining without labels on {len(train.images)} pictures, {settings.pretraining_steps} steps")
-    pretrain(train, settings, folders.base)
+    say(f"base: pretraining without labels on {len(train.images)} pictures, {settings.pretraining.steps} steps")
+    pretrain(train.images, settings.pretraining, settings.seed).save_pretrained(folders.base)
     say(f"experts: fine-tuning {len(TASKS)}, {settings.finetuning_steps} steps each")
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         tasks = {pool.submit(fine_tune, task, settings, folders): task for task in settings.tasks}
@@ -372,7 +255,7 @@ def print_table(rows: list[Row]) -> None:
     """The table for a terminal."""
     header, lines = as_cells(rows)
     table = Table(
-        box=SIMPLE, title=f"Right answers in percent, {TEST_IMAGES} test pictures", title_justify="left", padding=(0, 1, 0, 0)
+        box=SIMPLE, title=f"Right answers in percent, {TEST_PICTURES} test pictures", title_justify="left", padding=(0, 1, 0, 0)
     )
     table.add_column(header[0], no_wrap=True)
     for title in header[1:]:
@@ -405,7 +288,7 @@ def write_results(rows: list[Row], settings: Settings, folders: Folders) -> None
     experts = next(row for row in rows if row.name == "experts")
     results = {
         "settings": asdict(settings),
-        "test_images": TEST_IMAGES,
+        "test_images": TEST_PICTURES,
         "accuracy": {r.name: {**r.by_task, "mean": r.mean, "of_experts": r.normalised(experts)} for r in rows},
         "commands": command_lines(folders),
     }
@@ -421,7 +304,7 @@ def as_markdown(rows: list[Row], settings: Settings, folders: Folders) -> str:
     tasks = "\n".join(f"- {task.name}: {len(task.classes)} classes; pictures: {task.view}" for task in settings.tasks)
     commands = "\n".join(f"# {purpose}\n{command}" for purpose, command in command_lines(folders).items())
     return (
-        f"# Merged digits experts\n\nRight answers in percent, {TEST_IMAGES} test pictures, seed {settings.seed}.\n\n"
+        f"# Merged digits experts\n\nRight answers in percent, {TEST_PICTURES} test pictures, seed {settings.seed}.\n\n"
         f"{table}\n\n{LEGEND}\n\n{tasks}\n\n```sh\n{commands}\n```\n"
     )
 

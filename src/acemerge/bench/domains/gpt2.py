@@ -6,7 +6,7 @@ only), with a vocabulary learnt from them. It is far weaker than GPT-2; what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ class Gpt2Domain:
     """See `Domain`."""
 
     name = "gpt2"
+    training: Mapping[str, Any] = {}
 
     def write_base(self, folder: Path) -> None:
         """Learn the vocabulary, then to predict the next token."""

@@ -6,6 +6,7 @@ ordinary BertForTokenClassification folder, which transformers and `acemerge tas
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +69,7 @@ class TextDomain:
     """See `Domain`."""
 
     name = "text"
+    training: Mapping[str, Any] = {}
 
     def write_base(self, folder: Path) -> None:
         """MiniLM without the pooler, which mean pooling does not use, and with its tokenizer."""
@@ -82,11 +84,15 @@ class TextDomain:
 
     def new_expert(self, base: Path, task: Task) -> nn.Module:
         """The base with a new linear head."""
+        return self.with_head(base, task.classes)
+
+    def with_head(self, base: Path, classes: Sequence[str]) -> nn.Module:
+        """The same, by the classes alone."""
         from transformers import BertForTokenClassification
 
         quiet_transformers()
 
-        names = dict(enumerate(task.classes))
+        names = dict(enumerate(classes))
         # No dropout: one pass over the rows leaves nothing to overfit, and random masks take a fifth of the time.
         model: nn.Module = BertForTokenClassification.from_pretrained(
             base,

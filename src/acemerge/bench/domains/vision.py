@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ _ENCODER = "image_encoder."
 
 @dataclass(frozen=True)
 class PreparedPictures:
-    """All rows as one tensor of bytes; a task's pictures have one size and number of channels."""
+    """All rows as one tensor; a task's pictures have one size and number of channels."""
 
     images: Tensor
     labels: Tensor
@@ -37,10 +39,18 @@ class PreparedPictures:
         return {"images": self.images[indices]}
 
 
+def stack_pictures(rows: Rows) -> PreparedPictures:
+    """Channels first; one channel if the pictures are grey."""
+    stacked = torch.from_numpy(np.stack(rows.inputs))
+    images = stacked.unsqueeze(1) if stacked.ndim == 3 else stacked.permute(0, 3, 1, 2)
+    return PreparedPictures(images.contiguous(), torch.tensor(rows.labels))
+
+
 class VisionDomain:
     """See `Domain`."""
 
     name = "vision"
+    training: Mapping[str, Any] = {}
 
     def write_base(self, folder: Path) -> None:
         """The encoder, its attention windows cut to what pictures of this size need."""
@@ -67,9 +77,7 @@ class VisionDomain:
 
     def prepare(self, rows: Rows) -> PreparedPictures:
         """Grey pictures have one channel; the model repeats it."""
-        stacked = torch.from_numpy(np.stack(rows.inputs))
-        images = stacked.unsqueeze(1) if stacked.ndim == 3 else stacked.permute(0, 3, 1, 2)
-        return PreparedPictures(images.contiguous(), torch.tensor(rows.labels))
+        return stack_pictures(rows)
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """The head's scores."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acemerge.bench.data.task import Task, TrainedTask
-from acemerge.bench.domains.domain import HEAD, Domain, Prepared, TrainableDomain
+from acemerge.bench.domains.domain import Domain, Prepared, TrainableDomain, is_of_head
 from acemerge.bench.measure.side_by_side import WORKERS, run_side_by_side
 from acemerge.cache import cache_folder
 
@@ -64,7 +64,7 @@ def prepare_experts(
         say(f"{domain.name}: fetching the base")
         with appearing(base) as staging:
             domain.write_base(staging)
-    left = [(task, seed) for seed in seeds for task in tasks if not _is_trained(Experts(domain, seed).folder(task), task, seed)]
+    left = [(task, seed) for seed in seeds for task in tasks if not _is_trained(domain, task, seed)]
     if not left:
         return
     say(f"{domain.name}: training {len(left)} experts, two at a time; what is complete is kept if you interrupt this")
@@ -78,7 +78,7 @@ def prepare_experts(
         )
 
 
-def _settings(task: TrainedTask, seed: int) -> dict[str, Any]:
+def _settings(domain: TrainableDomain, task: TrainedTask, seed: int) -> dict[str, Any]:
     return {
         "task": task.name,
         "source": task.source,
@@ -88,17 +88,18 @@ def _settings(task: TrainedTask, seed: int) -> dict[str, Any]:
         "batch_size": task.batch_size,
         "learning_rate": task.learning_rate,
         "head_learning_rate": HEAD_LEARNING_RATE,
+        **domain.training,
     }
 
 
-def _is_trained(folder: Path, task: TrainedTask, seed: int) -> bool:
+def _is_trained(domain: TrainableDomain, task: TrainedTask, seed: int) -> bool:
     """Whether the expert is there and was trained with these settings."""
-    record = folder / TRAINED
-    return record.is_file() and _settings(task, seed).items() <= json.loads(record.read_text()).items()
+    record = Experts(domain, seed).folder(task) / TRAINED
+    return record.is_file() and _settings(domain, task, seed).items() <= json.loads(record.read_text()).items()
 
 
 def train_expert(domain: TrainableDomain, task: TrainedTask, seed: int) -> dict[str, Any]:
-    """Fine-tune the whole base and a new head, and save the folder. Deterministic by seed, for one thread."""
+    """Fine-tune what the domain makes of the base for the task, and save the folder. Deterministic by seed, for one thread."""
     started = time.monotonic()
     experts = Experts(domain, seed)
     rows = domain.prepare(task.load().train.first(task.train_rows))
@@ -106,7 +107,7 @@ def train_expert(domain: TrainableDomain, task: TrainedTask, seed: int) -> dict[
     model = domain.new_expert(experts.base, task).train()
     losses = fine_tune(domain, model, rows, task, seed)
     record = {
-        **_settings(task, seed),
+        **_settings(domain, task, seed),
         "steps": len(losses),
         "last_loss": sum(losses[-20:]) / len(losses[-20:]),
         "seconds": round(time.monotonic() - started, 1),
@@ -124,8 +125,8 @@ def fine_tune(domain: Domain, model: nn.Module, rows: Prepared, task: TrainedTas
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for name, p in named if not name.startswith(HEAD)], "lr": task.learning_rate},
-            {"params": [p for name, p in named if name.startswith(HEAD)], "lr": HEAD_LEARNING_RATE},
+            {"params": [p for name, p in named if not is_of_head(name)], "lr": task.learning_rate},
+            {"params": [p for name, p in named if is_of_head(name)], "lr": HEAD_LEARNING_RATE},
         ],
         weight_decay=0.01,
         fused=True,

@@ -93,6 +93,18 @@ def _vision(name: str, count: int) -> Suite:
     return Suite(name, VisionDomain(), TASKS[:count])
 
 
+def _lora_text(name: str, count: int) -> Suite:
+    from acemerge.bench.suites.lora import lora_text_suite
+
+    return lora_text_suite(name, count)
+
+
+def _lora_digits(name: str, count: int) -> Suite:  # noqa: ARG001
+    from acemerge.bench.suites.lora import lora_digits_suite
+
+    return lora_digits_suite(name)
+
+
 _SUITES: dict[str, tuple[Callable[[str, int], Suite], int]] = {
     "demo": (_demo, 4),
     "text-8": (_text, 8),
@@ -101,6 +113,8 @@ _SUITES: dict[str, tuple[Callable[[str, int], Suite], int]] = {
     "vision-8": (_vision, 8),
     "vision-14": (_vision, 14),
     "vision-20": (_vision, 20),
+    "lora-text-8": (_lora_text, 8),
+    "lora-digits": (_lora_digits, 5),
 }
 
 
