@@ -26,7 +26,7 @@ def main(merged: Path) -> None:
     for task in (task for task in suite.tasks if (merged / "heads" / task.expert).is_dir()):
         with tempfile.TemporaryDirectory() as folder:
             model = acemerge.export_expert(merged, task.expert, Path(folder) / "model")
-            scores[task.name] = suite.judge(suite, model, task, "validation", ROWS).share
+            scores[task.name] = suite.judge(suite, model, task, "validation", ROWS, 0).share
     print(json.dumps({"mean": statistics.fmean(scores.values()), **scores}))
 
 

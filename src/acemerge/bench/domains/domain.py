@@ -54,7 +54,7 @@ class Domain(Protocol):
         """Make rows ready."""
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[row, class]; [row, 1] for a regression."""
+        """[row, class]; [row, 1] for a regression; [row, token, class] of a language model, for each next token."""
 
 
 class TrainableDomain(Domain, Protocol):

@@ -95,6 +95,7 @@ def _judge(
     task: Task,
     part: Part,
     limit: int | None,
+    seed: int,  # noqa: ARG001
 ) -> Estimate:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

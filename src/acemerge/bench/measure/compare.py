@@ -60,7 +60,9 @@ def describe_run(suite: Suite, seeds: Sequence[int], limit: int | None, with_exp
 
 def _metric(suite: Suite) -> str:
     names = {task.name: task.metric for task in suite.tasks}
-    if set(names.values()) != {"accuracy"}:
+    if set(names.values()) == {"loss"}:
+        what = "loss per token on held-out texts, in percent of the way from the base's loss to the expert's"
+    elif set(names.values()) != {"accuracy"}:
         what = ", ".join(f"{task} {metric.replace('_', ' ')}" for task, metric in names.items())
     else:
         what = "accuracy in percent" + (" under each expert's own head" if suite.own_heads else "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -66,21 +67,41 @@ def evaluate(
     return score_answers(metric, rows.labels.double().numpy(), answers.numpy())
 
 
-Judge = Callable[["Suite", Path, Task, Part, int | None], Accuracy | Estimate]
-"""Scores the model in a folder on a task: on a part of its rows, and at most so many."""
+Judge = Callable[["Suite", Path, Task, Part, int | None, int], Accuracy | Estimate]
+"""Scores the model in a folder on a task: on a part of its rows, at most so many, among the experts of one seed."""
 
 _prepared: dict[tuple[object, ...], Prepared] = {}
 
 
-def judge_by_rows(suite: Suite, folder: Path, task: Task, part: Part, limit: int | None) -> Accuracy | Estimate:
-    """By the domain's own model and rows, which are made ready once in each process."""
+def judge_by_rows(
+    suite: Suite,
+    folder: Path,
+    task: Task,
+    part: Part,
+    limit: int | None,
+    seed: int,  # noqa: ARG001
+) -> Accuracy | Estimate:
+    """By the domain's own model and rows; the experts have no part in it."""
+    rows = prepared_rows(suite, task, part, limit)
+    with explained(suite, task):
+        return evaluate(suite.domain, suite.domain.load(folder), rows, task.metric, suite.compute, task.name)
+
+
+def prepared_rows(suite: Suite, task: Task, part: Part, limit: int | None) -> Prepared:
+    """The rows, made ready once in each process."""
     key = (suite.domain.name, task.name, task.source, part, limit)
     if key not in _prepared:
         splits = task.load()
         rows = splits.test if part == "test" else splits.validation
         _prepared[key] = suite.domain.prepare(rows.first(limit))
+    return _prepared[key]
+
+
+@contextmanager
+def explained(suite: Suite, task: Task) -> Iterator[None]:
+    """What a model of another kind runs into, in words that help."""
     try:
-        return evaluate(suite.domain, suite.domain.load(folder), _prepared[key], task.metric, suite.compute, task.name)
+        yield
     except (IndexError, ValueError, TypeError, KeyError, RuntimeError) as error:
         if isinstance(error, AcemergeError) or "memory" in str(error).lower():
             raise

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from acemerge.bench.data.task import Task, TrainedTask
 from acemerge.bench.domains.domain import Domain, Prepared, TrainableDomain, is_of_head
+from acemerge.bench.measure.next_token import mean_next_token_loss
 from acemerge.bench.measure.side_by_side import WORKERS, run_side_by_side
 from acemerge.cache import cache_folder
 
@@ -137,7 +138,8 @@ def fine_tune(domain: Domain, model: nn.Module, rows: Prepared, task: TrainedTas
     )
     losses = []
     for indices in batches:
-        loss: Tensor = functional.cross_entropy(domain.logits(model, rows.batch(indices)), rows.labels[indices])
+        batch = rows.batch(indices)
+        loss = _loss(domain.logits(model, batch), batch, rows.labels[indices])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -145,6 +147,11 @@ def fine_tune(domain: Domain, model: nn.Module, rows: Prepared, task: TrainedTas
         schedule.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def _loss(logits: Tensor, batch: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """A model that answers for every token learns to expect the next one; others learn the labels."""
+    return mean_next_token_loss(logits, batch) if logits.dim() == 3 else functional.cross_entropy(logits, labels)
 
 
 def shuffled_batches(lengths: Tensor, size: int, generator: torch.Generator) -> list[Tensor]:

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Metric = Literal["accuracy", "matthews", "accuracy_and_f1", "pearson_and_spearman"]
+Metric = Literal["accuracy", "matthews", "accuracy_and_f1", "pearson_and_spearman", "loss"]
+"""All but the loss are of answers and labels; that is of every token of a text (`next_token.py`)."""
 Numbers = NDArray[Any]
 
 GROUPS = 20

@@ -20,7 +20,7 @@ def evaluate_model(suite: Suite, model: Source, limit: int | None, with_experts:
     """The table of one model, with the paper's rows below it. `with_experts`: also what share of the experts' scores is left."""
     _check_heads(suite, model.path)
     job = Job(suite, Candidate(model.short_name, model=model.path), 0, limit)
-    needs_experts = job.needs_experts or with_experts
+    needs_experts = job.needs_experts or with_experts or suite.between_experts
     if needs_experts:
         suite.prepare([0], say)
     else:

@@ -92,7 +92,7 @@ class Job:
         method = self.candidate.method
         what = [self.suite.name, self.candidate.full_request(), self.seed, self.limit, self.part]
         made_by: list[Any] = [__version__, _source(method)]
-        if self.needs_experts:
+        if self.needs_experts or self.suite.between_experts:
             made_by.append(self.suite.experts(self.seed).identity(self.suite.tasks))
         if self.candidate.model is not None:
             tasks = [[task.name, task.source, task.metric] for task in self.suite.tasks]
@@ -163,7 +163,7 @@ def measure(job: Job) -> Result:
     for task in job.suite.tasks:
         if task.name not in scores:
             folder = _model_for(job, task, unfinished.folder)
-            scores[task.name] = job.suite.judge(job.suite, folder, task, job.part, job.limit)
+            scores[task.name] = job.suite.judge(job.suite, folder, task, job.part, job.limit, job.seed)
             unfinished.keep(report, scores)
             if job.suite.given is not None:
                 print(f"  {job.candidate.label}, {task.name}: {100 * scores[task.name].share:.2f}", file=sys.stderr, flush=True)

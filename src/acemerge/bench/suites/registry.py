@@ -44,6 +44,8 @@ class Suite:
     """Whether each expert has a head of its own, to be put on a merged model; else every model answers as it is."""
     normalised: bool = False
     """Whether its tables show each score as a share of the expert's."""
+    between_experts: bool = False
+    """Whether a score is a place between the base and the task's expert, so that no model is judged without them."""
     merge: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of every merge of this suite's experts."""
     limit: int | None = 1000
@@ -86,6 +88,14 @@ def _gpt2(name: str, count: int) -> Suite:
     return Suite(name, Gpt2Domain(), TASKS[:count])
 
 
+def _stories(name: str, count: int) -> Suite:
+    from acemerge.bench.data.kinds_of_text import TASKS
+    from acemerge.bench.domains.stories import StoriesDomain
+    from acemerge.bench.measure.next_token import judge_by_loss
+
+    return Suite(name, StoriesDomain(), TASKS[:count], judge=judge_by_loss, own_heads=False, between_experts=True, limit=200)
+
+
 def _vision(name: str, count: int) -> Suite:
     from acemerge.bench.data.vision_tasks import TASKS
     from acemerge.bench.domains.vision import VisionDomain
@@ -110,6 +120,7 @@ _SUITES: dict[str, tuple[Callable[[str, int], Suite], int]] = {
     "text-8": (_text, 8),
     "text-14": (_text, 14),
     "gpt2-6": (_gpt2, 6),
+    "stories-6": (_stories, 6),
     "vision-8": (_vision, 8),
     "vision-14": (_vision, 14),
     "vision-20": (_vision, 20),
