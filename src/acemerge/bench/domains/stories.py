@@ -6,6 +6,7 @@ layer, which is its embedding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class StoriesDomain:
     """See `Domain`."""
 
     name = "stories"
+    training: Mapping[str, Any] = {}
 
     def write_base(self, folder: Path) -> None:
         """The package's file is the weights, followed by the tokens."""
