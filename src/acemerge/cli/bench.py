@@ -52,7 +52,8 @@ Methods = Annotated[
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="How many sets of experts, trained with different random numbers.")]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Test rows of each task, at most; 1000 by default, all in the paper's suites.")
+    int | None,
+    typer.Option(min=1, help="Test rows of each task, at most; 1000 by default, 200 in stories-6, all in the paper's suites."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="One seed and 100 test rows of each task: a look, not a result.")]
 Validated = Annotated[

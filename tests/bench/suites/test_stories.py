@@ -74,15 +74,16 @@ def test_models_are_judged_between_base_and_experts(suite: Suite, part: Part, se
             assert score.others["expert"] + 0.5 < score.others["base"]  # type: ignore[union-attr]
 
 
-def test_the_vocabulary_stays_at_the_base(suite: Suite, tmp_path: Path) -> None:
-    experts = suite.experts(0)
-    merge_here(experts.base, suite.folders(0), tmp_path / "merged", {"method": "ace"})
-    base, merged, expert = (
-        load_file(folder / "model.safetensors") for folder in (experts.base, tmp_path / "merged", experts.folder(TASKS[0]))
-    )
-    assert "lm_head.weight" not in merged  # it is the embedding
-    assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
-    assert not torch.equal(expert["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+def test_methods_for_matrices_leave_the_vocabulary_at_the_base(suite: Suite, tmp_path: Path) -> None:
+    name = "model.embed_tokens.weight"
+    for method in ("ace", "average"):
+        merge_here(suite.experts(0).base, suite.folders(0), tmp_path / method, {"method": method})
+    places = [suite.experts(0).base, tmp_path / "ace", tmp_path / "average", *suite.folders(0).values()]
+    base, ace, average, *experts = (load_file(place / "model.safetensors") for place in places)
+    assert "lm_head.weight" not in ace  # it is the embedding
+    assert torch.equal(ace[name], base[name])
+    torch.testing.assert_close(average[name], torch.stack([expert[name] for expert in experts]).mean(0))
+    assert not torch.equal(average[name], base[name])
 
 
 def test_base_and_experts_are_measured_once(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
