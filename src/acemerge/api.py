@@ -22,7 +22,7 @@ from acemerge.execute.compute import torch_device
 from acemerge.execute.opening import find_sources, set_scene
 from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import MergeResult, run_merge
-from acemerge.methods import get_method
+from acemerge.methods import Context, get_method
 from acemerge.methods.registry import needs_data
 from acemerge.output.manifest import read_merge
 from acemerge.output.verify import Verification, verify_output
@@ -216,9 +216,15 @@ def merge_state_dicts(
 
 
 def merge_task_vectors(
-    task_vectors: Float[Tensor, "task *shape"], method: str = "ace", **options: Any
+    task_vectors: Float[Tensor, "task *shape"],
+    method: str = "ace",
+    *,
+    base: Tensor | None = None,
+    **options: Any,
 ) -> Float[Tensor, "*shape"]:
     """Merge one tensor's task vectors [task, out, in] into one [out, in], in the dtype given. Pure.
+
+    `base` is the tensor W0 that the experts changed, for methods that look at it too.
 
     >>> import torch
     >>> merge_task_vectors(torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]]), method="average")
@@ -237,7 +243,10 @@ def merge_task_vectors(
     if chosen.touches == "matrices" and task_vectors.dim() != 3:
         raise InputError(f"method '{method}' merges matrices: give [task, out, in], not shape {list(task_vectors.shape)}")
     wide = task_vectors.detach() if task_vectors.dtype in (torch.float32, torch.float64) else task_vectors.detach().float()
-    merged = chosen(wide, chosen.options(options).resolve({}))
+    if base is not None and base.shape != task_vectors.shape[1:]:
+        raise InputError(f"base has shape {list(base.shape)}, the task vectors {list(task_vectors.shape[1:])}: give W0 itself")
+    context = Context(experts=tuple(map(str, range(len(wide)))), base=base)
+    merged = chosen(wide, chosen.options(options).resolve({}), context)
     return merged.delta.to(task_vectors.dtype)
 
 
