@@ -7,6 +7,7 @@ from collections.abc import Mapping
 _SAME = "{theirs} is called '{ours}' here"
 _COMPLEMENT = "{theirs} is 1 - '{ours}' here"
 _HALF = "{theirs} is half of '{ours}' here"
+_TRUE_BY_ROW = "{theirs}: true is '{ours}=row' here"
 _OF_ALL = "{theirs}, if it is the same for every model, is '{ours}' here"
 
 _LAMBDA = {"lambda": (_SAME, "alpha")}
@@ -19,6 +20,7 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "dare_ties": {**_LAMBDA, "density": (_COMPLEMENT, "drop")},
     "della": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_COMPLEMENT, "drop"), "epsilon": (_HALF, "window")},
     "breadcrumbs": {**_SCALED, "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
+    "model_stock": {"filter_wise": (_TRUE_BY_ROW, "scope")},
     "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
 }
 
