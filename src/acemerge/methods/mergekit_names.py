@@ -21,6 +21,7 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "della": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_COMPLEMENT, "drop"), "epsilon": (_HALF, "window")},
     "breadcrumbs": {**_SCALED, "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
     "model_stock": {"filter_wise": (_TRUE_BY_ROW, "scope")},
+    "sce": {"select_topk": (_SAME, "select")},
     "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
 }
 

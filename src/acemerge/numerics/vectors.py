@@ -43,7 +43,7 @@ def inner_products(
     for some, part in _blocks(vectors):
         x = vectors[:, some, part].double()
         if origin is not None:
-            x += origin[some, part].to(x)
+            x = x + origin[some, part].to(x)
         by_vector = x.transpose(0, 1)
         products[some] += by_vector @ by_vector.mT
     return products
