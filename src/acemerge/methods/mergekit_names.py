@@ -22,6 +22,13 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "breadcrumbs": {**_SCALED, "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
     "model_stock": {"filter_wise": (_TRUE_BY_ROW, "scope")},
     "sce": {"select_topk": (_SAME, "select")},
+    "della_linear": {
+        **_LAMBDA,
+        "weight": (_SAME, "weights"),
+        "density": (_COMPLEMENT, "drop"),
+        "epsilon": (_HALF, "window"),
+        "normalize": (_SAME, "normalise"),
+    },
     "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
 }
 

@@ -67,7 +67,7 @@ def mean_of_majority(entries: Float[Tensor, "task n"], weights: list[float]) -> 
     float64_elements=lambda tasks, rows, columns: (0.5 * tasks + 3.0) * rows * columns,
 )
 def sce(task_vectors: Float[Tensor, "task *shape"], options: SceOptions, context: Context) -> Merged:
-    """Experts weighted by their squared changes, without what the majority opposes: M = sum of agreeing eta_t tau_t / sum of eta_t.
+    """Experts weighted by energy, without what most oppose: M = sum of agreeing eta_t tau_t / sum of agreeing eta_t.
 
     Per tensor: select the entries that vary most between the experts, calculate eta_t = |tau_t|^2 / sum_s |tau_s|^2 from them,
     erase the values whose sign is not that of the sum.
