@@ -59,7 +59,7 @@ def test_breadcrumbs_that_removes_nothing_is_task_arithmetic() -> None:
 
 
 def test_breadcrumbs_without_outliers_is_a_plain_top_k() -> None:
-    """Where mergekit's empty slice zeroes the tensor."""
+    """An empty slice at the end of a list is all of it, or nothing."""
     tau = torch.tensor([[[5.0, -4.0, 3.0, 2.0, 1.0]]])
     for scope in ("row", "tensor"):
         for outliers in (0, 0.01):

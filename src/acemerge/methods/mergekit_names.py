@@ -29,6 +29,7 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "epsilon": (_HALF, "window"),
         "normalize": (_SAME, "normalise"),
     },
+    "breadcrumbs_ties": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
     "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
 }
 
