@@ -39,6 +39,7 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "multislerp": {"weight": (_SAME, "weights"), "normalize_weights": (_SAME, "normalise")},
     "karcher": {"max_iter": (_SAME, "iterations"), "tol": (_SAME, "tolerance")},
+    "ram_plus": {"r": (_SAME, "strength")},
     "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
 }
 
