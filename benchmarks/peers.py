@@ -62,6 +62,34 @@ CASES = (
         ours={"keep": 0.2, "outliers": 0.1, "scope": "tensor", "alpha": 0.4},
     ),
     mergekit("slerp", "slerp", experts=EXPERTS[:2], globally={"t": 0.3}, ours={"t": 0.3}),
+    mergekit(
+        "breadcrumbs_ties", "breadcrumbs_ties", per_model={"weight": [0.5, 0.3, 0.2], "density": [0.8] * 3, "gamma": [0.1] * 3},
+        ours={"weights": [0.5, 0.3, 0.2], "keep": 0.8, "outliers": 0.1},
+    ),
+    mergekit(
+        "della_linear", "della_linear", per_model={"weight": [0.5, 0.3, 0.2], "density": [1.0] * 3},
+        ours={"weights": [0.5, 0.3, 0.2], "drop": 0.0, "window": 0.0},
+    ),
+    mergekit("model_stock", "model_stock", globally={"filter_wise": False}, ours={}),
+    mergekit("model_stock", "model_stock", globally={"filter_wise": True}, ours={"scope": "row"}),
+    mergekit("sce", "sce", globally={"select_topk": 0.25}, ours={"select": 0.25}),
+    mergekit(
+        "nuslerp", "nuslerp", experts=EXPERTS[:2], per_model={"weight": [0.7, 0.3]}, globally={"nuslerp_flatten": True},
+        ours={"weights": [0.7, 0.3]},
+    ),
+    mergekit(
+        "nuslerp", "nuslerp", experts=EXPERTS[:2], per_model={"weight": [0.7, 0.3]}, globally={"nuslerp_flatten": False},
+        ours={"weights": [0.7, 0.3], "scope": "row"},
+    ),
+    mergekit("multislerp", "multislerp", per_model={"weight": [0.5, 0.3, 0.2]}, ours={"weights": [0.5, 0.3, 0.2]}),
+    mergekit("karcher", "karcher", globally={"max_iter": 10}, ours={"iterations": 10}),
+    mergekit("nearswap", "nearswap", experts=EXPERTS[:1], globally={"t": 0.001}, ours={"t": 0.001}),
+    mergekit("arcee_fusion", "arcee_fusion", experts=EXPERTS[2:], ours={}),
+    mergekit("ram", "ram", globally={"epsilon": 0.002}, ours={"epsilon": 0.002}),
+    mergekit(
+        "ramplus_tl", "ram_plus", globally={"epsilon": 0.002, "r": 0.1, "alpha": 0.2},
+        ours={"epsilon": 0.002, "strength": 0.1, "limit": 0.2, "scope": "tensor"},
+    ),
     Case("fusion_bench", {"function": "tsv_m"}, "tsv_m"),
     Case("fusion_bench", {"function": "iso_c"}, "iso_c"),
     Case("fusion_bench", {"function": "iso_cts", "fraction": 0.8}, "iso_cts", {"common": 0.8}),
@@ -96,7 +124,7 @@ def run_mergekit(command: Path, case: Case, folder: Path) -> dict[str, Tensor]:
     ]
     two_models = case.theirs["method"] == "slerp"
     recipe: dict[str, Any] = {"merge_method": case.theirs["method"], "models": models, "dtype": "float32"}
-    if case.theirs["method"] != "linear":
+    if case.theirs["method"] not in ("linear", "karcher"):
         recipe["base_model"] = str(folder / (case.experts[0] if two_models else "base"))
     if "globally" in case.theirs:
         recipe["parameters"] = case.theirs["globally"]

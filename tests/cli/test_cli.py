@@ -332,7 +332,7 @@ def test_methods_fit_80_columns_without_cutting_words() -> None:
     command = [sys.executable, "-m", "acemerge", "methods"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"})
     lines = done.stdout.splitlines()
-    assert len(lines) < 80
+    assert len(lines) < 3 * len(all_methods())
     assert max(map(len, lines)) <= 80
     words = {word.rstrip(".:") for method in all_methods() for word in method.summary.split()}
     shown = [word for line in lines if line.startswith(" " * 24) for word in line.split()]

@@ -95,6 +95,9 @@ def test_epsilon_paper_resolves_from_the_config(config: dict[str, object], epsil
         ("dare_ties", "density", "mergekit's density is 1 - 'drop' here"),
         ("della", "epsilon", "mergekit's epsilon is half of 'window' here"),
         ("breadcrumbs", "gamma", "mergekit's gamma is called 'outliers' here"),
+        ("model_stock", "filter_wise", "mergekit's filter_wise: true is 'scope=row' here"),
+        ("nuslerp", "nuslerp_row_wise", "mergekit's nuslerp_row_wise: true is 'scope=column' here"),
+        ("karcher", "tol", "mergekit's tol is called 'tolerance' here"),
     ],
 )
 def test_options_of_mergekit_are_explained_not_accepted(name: str, option: str, hint: str) -> None:

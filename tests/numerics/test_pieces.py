@@ -14,7 +14,7 @@ from acemerge.checkpoints.folder import from_state_dict
 from acemerge.errors import MergeError
 from acemerge.execute import passes as statistics
 from acemerge.execute.passes import gather_statistics
-from acemerge.methods import all_methods
+from acemerge.methods import all_methods, get_method
 from acemerge.numerics import pieces
 from acemerge.numerics.pieces import Stored, merge_pieces, squared_norms
 from acemerge.planning.plan import Plan
@@ -30,6 +30,8 @@ FURTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("linear", {"weights": [0.5, -0.2, 1.0]}),
     ("ties", {"keep": 0.3, "scope": "tensor"}),
     ("ties", {"keep": 1.0, "merge": "sum"}),
+    ("nearswap", {"t": 0.3}),
+    ("ram_plus", {"epsilon": 0.3, "scope": "tensor", "limit": 5.0}),
 ]
 CASES = [*((m.name, {}) for m in ELEMENTWISE), *FURTHER_OPTIONS]
 
@@ -57,6 +59,7 @@ def models(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[dict[str, Tensor
 
 def make_plan(method: str, options: dict[str, Any], dtype: torch.dtype) -> Plan:
     base, experts = models(dtype)
+    experts = experts[: get_method(method).experts]
     names = [f"expert-{i}" for i in range(len(experts))]
     recipe = make_recipe({"base": "base", "experts": names, "method": method, "options": options})
     opened = [from_state_dict(expert, name) for expert, name in zip(experts, names, strict=True)]

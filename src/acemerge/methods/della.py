@@ -19,33 +19,39 @@ from acemerge.numerics.linalg import row_blocks, weighted_sum
 
 
 @dataclass(frozen=True)
-class DellaOptions(Options):
-    """Defaults are the official README's."""
+class MagPruneOptions(Options):
+    """How entries are dropped. Defaults are the official README's."""
 
     drop: Annotated[float, Field(ge=0, lt=1, description="mean share of entries dropped at random")] = 0.3
     window: Annotated[
         float, Field(ge=0, lt=1, description="how much less often a row's largest entry is dropped than its smallest; 0 is DARE")
     ] = 0.14
     rescale: Rescale = "inverse"
-    elect: Annotated[
-        bool, Field(description="average the entries that agree with the elected sign; false: sum all of them (della_linear)")
-    ] = True
-    weights: NonNegativeWeights = "equal"
     seed: Seed = 0
-    alpha: Alpha = 1.1
-
-    def check(self, experts: int) -> None:
-        """One weight per expert."""
-        check_count(self.weights, experts)
 
     def __post_init__(self) -> None:
         smallest, largest = 1 - self.drop - self.window / 2, 1 - self.drop + self.window / 2
         # 1e-6: what a float32 draw can tell from probability 0, and rounding of sums such as 0.95 + 0.05.
         if smallest < 1e-6 or largest > 1 + 1e-6:
             raise InputError(
-                f"method 'della': drop={self.drop} and window={self.window} ask for keep probabilities from {smallest:.3g} to "
+                f"drop={self.drop} and window={self.window} ask for keep probabilities from {smallest:.3g} to "
                 f"{largest:.3g}; give a window below {2 * min(self.drop, 1 - self.drop):.3g}, or another drop"
             )
+
+
+@dataclass(frozen=True)
+class DellaOptions(MagPruneOptions):
+    """Weights and scale are the official README's too."""
+
+    elect: Annotated[
+        bool, Field(description="average the entries that agree with the elected sign; false: sum all of them (della_linear)")
+    ] = True
+    weights: NonNegativeWeights = "equal"
+    alpha: Alpha = 1.1
+
+    def check(self, experts: int) -> None:
+        """One weight per expert."""
+        check_count(self.weights, experts)
 
 
 def keep_probabilities(task_vector: Float[Tensor, "*shape"], keep: float, window: float) -> Float[Tensor, "*shape"]:
@@ -60,6 +66,17 @@ def keep_probabilities(task_vector: Float[Tensor, "*shape"], keep: float, window
         order = rows[block].abs().argsort(dim=1, stable=True)
         probabilities[block].scatter_(1, order, by_rank.expand_as(order))
     return probabilities.reshape(task_vector.shape)
+
+
+def prune_each(
+    task_vectors: Float[Tensor, "task *shape"], options: MagPruneOptions, context: Context
+) -> Float[Tensor, "task *shape"]:
+    """Every expert's d_t."""
+    dropped = torch.empty_like(task_vectors)
+    for task, task_vector in enumerate(task_vectors):
+        keep = keep_probabilities(task_vector, 1 - options.drop, options.window)
+        dropped[task] = drop(task_vector, keep, options.rescale, context.generator(options.seed, task))
+    return dropped
 
 
 @method(
@@ -78,10 +95,7 @@ def della(task_vectors: Float[Tensor, "task *shape"], options: DellaOptions, con
     1 - drop + window/2. The same seed gives the same model.
     """
     weights = weight_each(options.weights, context.experts, context.tensor)
-    dropped = torch.empty_like(task_vectors)
-    for task, task_vector in enumerate(task_vectors):
-        keep = keep_probabilities(task_vector, 1 - options.drop, options.window)
-        dropped[task] = drop(task_vector, keep, options.rescale, context.generator(options.seed, task))
+    dropped = prune_each(task_vectors, options, context)
     if not options.elect:
         return weighted_sum(dropped, weights)
     return elect_and_merge(dropped, "mean", majority_sign=1, weights=weights)

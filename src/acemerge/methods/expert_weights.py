@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,13 @@ def check_count(weights: Literal["equal"] | tuple[float, ...], experts: int) -> 
     """Refuse weights that are not one per expert."""
     if weights != "equal" and len(weights) != experts:
         raise InputError(f"weights={list(weights)} are {len(weights)} numbers for {experts} experts; give one per expert")
+
+
+def refuse_zero_sum(method: str, weights: Literal["equal"] | tuple[float, ...], fix: str = "give other weights") -> None:
+    """Refuse weights that cannot be divided by their sum."""
+    # The sum of decimal fractions that cancel, such as 0.1 + 0.2 - 0.3, is not exactly 0 in floating point.
+    if weights != "equal" and abs(math.fsum(weights)) <= 1e-9 * math.fsum(map(abs, weights)):
+        raise InputError(f"method '{method}': weights={list(weights)} sum to 0 and cannot be normalised; {fix}")
 
 
 def weight_each(weights: Literal["equal"] | tuple[float, ...], experts: Sequence[str], tensor: str) -> tuple[float, ...]:

@@ -10,8 +10,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.errors import InputError
-from acemerge.methods.expert_weights import ExpertWeights, check_count, weight_each
+from acemerge.methods.expert_weights import ExpertWeights, check_count, refuse_zero_sum, weight_each
 from acemerge.methods.registry import Context, Options, method
 from acemerge.numerics.linalg import weighted_sum
 
@@ -28,14 +27,8 @@ class LinearOptions(Options):
         check_count(self.weights, experts)
 
     def __post_init__(self) -> None:
-        if not self.normalise or self.weights == "equal":
-            return
-        # The sum of decimal fractions that cancel, such as 0.1 + 0.2 - 0.3, is not exactly 0 in floating point.
-        if abs(math.fsum(self.weights)) <= 1e-9 * math.fsum(map(abs, self.weights)):
-            raise InputError(
-                f"method 'linear': weights={list(self.weights)} sum to 0 and cannot be normalised; give other weights, or "
-                "normalise=false"
-            )
+        if self.normalise:
+            refuse_zero_sum("linear", self.weights, "give other weights, or normalise=false")
 
 
 @method(

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 _SAME = "{theirs} is called '{ours}' here"
 _COMPLEMENT = "{theirs} is 1 - '{ours}' here"
 _HALF = "{theirs} is half of '{ours}' here"
+_TRUE_BY_ROW = "{theirs}: true is '{ours}=row' here"
+_FALSE_BY_ROW = "{theirs}: false is '{ours}=row' here"
+_TRUE_BY_COLUMN = "{theirs}: true is '{ours}=column' here"
 _OF_ALL = "{theirs}, if it is the same for every model, is '{ours}' here"
 
 _LAMBDA = {"lambda": (_SAME, "alpha")}
@@ -19,6 +22,24 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "dare_ties": {**_LAMBDA, "density": (_COMPLEMENT, "drop")},
     "della": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_COMPLEMENT, "drop"), "epsilon": (_HALF, "window")},
     "breadcrumbs": {**_SCALED, "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
+    "model_stock": {"filter_wise": (_TRUE_BY_ROW, "scope")},
+    "sce": {"select_topk": (_SAME, "select")},
+    "della_linear": {
+        **_LAMBDA,
+        "weight": (_SAME, "weights"),
+        "density": (_COMPLEMENT, "drop"),
+        "epsilon": (_HALF, "window"),
+        "normalize": (_SAME, "normalise"),
+    },
+    "breadcrumbs_ties": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
+    "nuslerp": {
+        "weight": (_SAME, "weights"),
+        "nuslerp_flatten": (_FALSE_BY_ROW, "scope"),
+        "nuslerp_row_wise": (_TRUE_BY_COLUMN, "scope"),
+    },
+    "multislerp": {"weight": (_SAME, "weights"), "normalize_weights": (_SAME, "normalise")},
+    "karcher": {"max_iter": (_SAME, "iterations"), "tol": (_SAME, "tolerance")},
+    "ram_plus": {"r": (_SAME, "strength")},
     "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
 }
 

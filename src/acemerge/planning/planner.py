@@ -445,7 +445,8 @@ def _miscounts(method: Method, options: Options, experts: int) -> list[str]:
     """What does not suit this number of experts."""
     found = []
     if method.experts is not None and method.experts != experts:
-        found.append(f"method '{method.name}' takes exactly {method.experts} experts, {experts} were given")
+        wanted = "1 expert" if method.experts == 1 else f"{method.experts} experts"
+        found.append(f"method '{method.name}' takes exactly {wanted}, {experts} were given")
     try:
         options.check(experts)
     except InputError as error:
