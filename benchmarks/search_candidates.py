@@ -49,7 +49,8 @@ def closed_form(layer: Layer, normalise: float = 1.0, ridge: float = 1e-2, centr
         S.diagonal().add_(e)
         N += own @ S
         Q += S
-    return torch.linalg.solve(Q, N.T).T
+    P: Tensor = torch.linalg.solve(Q, N.T).T
+    return P
 
 
 def _oas(S: Tensor, m: int) -> float:

@@ -1,6 +1,6 @@
 """What the search has measured, as one table: a line for each candidate, a column for each regime.
 
-    python benchmarks/search_table.py search-output > table.md
+python benchmarks/search_table.py search-output > table.md
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_the_published_ace_is_the_same_merge(heterogeneous: bool) -> None:
 
 
 @pytest.mark.parametrize(("method", "options"), [("tsv_m", {}), ("iso_cts", {}), ("wudi", {"steps": 20})])
-def test_the_other_published_methods_are_the_same_merges(method: str, options: dict[str, int]) -> None:
+def test_the_other_published_methods_are_the_same_merges(method: str, options: dict[str, Any]) -> None:
     experts = load_script("benchmarks/layers.py").make_experts(3, (24, 16)).double()
     published = getattr(load_script("benchmarks/published.py"), f"published_{method}")(experts, **options)
     torch.testing.assert_close(published, merge_task_vectors(experts, method=method, **options), rtol=1e-6, atol=1e-9)

@@ -62,7 +62,7 @@ def check(task_vectors: Tensor, base: Tensor | None, **options: Any) -> None:
 
 def base_of(shape: tuple[int, ...], length: float = 3.0) -> Tensor:
     W0 = gaussian(*shape, seed=77)
-    return W0 * (length / W0.norm())
+    return W0 * (length / float(W0.norm()))
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, 2.0])
@@ -123,8 +123,8 @@ def test_what_it_tells() -> None:
     rms = float(task_vectors.flatten(1).norm(dim=1).square().mean().sqrt())
     assert merged.facts["active_experts"] == 4
     assert merged.facts["length"] == pytest.approx(float(merged.delta.norm()) / rms)
-    assert 0.25 <= merged.facts["overlap"] < 0.5
-    assert merged.facts["power"] == pytest.approx(0.5 + 0.5 * merged.facts["overlap"])
+    assert 0.25 <= float(merged.facts["overlap"]) < 0.5
+    assert merged.facts["power"] == pytest.approx(0.5 + 0.5 * float(merged.facts["overlap"]))
 
 
 # Units and coordinates

@@ -55,7 +55,7 @@ def test_an_entry_is_the_experts_or_the_bases() -> None:
     merged = run("arcee_fusion", tau)
     taken = merged.delta != 0
     assert merged.delta[taken].equal(tau[0][taken])
-    assert 0 < merged.facts["kept_share"] < 0.5
+    assert 0 < float(merged.facts["kept_share"]) < 0.5
     assert float(taken.double().mean()) == merged.facts["kept_share"]
 
 

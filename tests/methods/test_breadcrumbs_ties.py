@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_breadcrumbs_ties_of_a_whole_model() -> None:
 
 def test_one_expert_is_what_breadcrumbs_leaves_of_it() -> None:
     tau = random_tasks(1, 6, 7)
-    options = {"keep": 0.4, "outliers": 0.1}
+    options: dict[str, Any] = {"keep": 0.4, "outliers": 0.1}
     torch.testing.assert_close(
         run("breadcrumbs_ties", tau, **options).delta, run("breadcrumbs", tau, scope="tensor", **options).delta
     )

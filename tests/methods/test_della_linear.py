@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,14 @@ def test_della_linear_against_its_formula(
     shape: tuple[int, ...], rescale: str, normalise: bool, p: float, window: float, weights: tuple[float, ...], dtype: torch.dtype
 ) -> None:
     tau = random_tasks(3, *shape, dtype=dtype)
-    options = {"drop": p, "window": window, "rescale": rescale, "weights": weights, "normalise": normalise, "seed": 4}
+    options: dict[str, Any] = {
+        "drop": p,
+        "window": window,
+        "rescale": rescale,
+        "weights": weights,
+        "normalise": normalise,
+        "seed": 4,
+    }
     uniforms = [draws("w", NAMES[t], shape, 4) for t in range(3)]
     expected = della_reference(list(tau.double().numpy()), uniforms, 1 - p, window, rescale, False, weights)
     assert_matches(run("della_linear", tau, **options).delta, expected / (sum(weights) if normalise else 1), dtype)
@@ -40,7 +49,7 @@ def test_della_linear_of_a_whole_model() -> None:
 
 def test_della_linear_is_della_without_an_election() -> None:
     tau = random_tasks(3, 9, 8)
-    options = {"drop": 0.4, "window": 0.3, "rescale": "inverse", "weights": (1, 2, 0.5), "seed": 2}
+    options: dict[str, Any] = {"drop": 0.4, "window": 0.3, "rescale": "inverse", "weights": (1, 2, 0.5), "seed": 2}
     assert run("della_linear", tau, **options).delta.equal(run("della", tau, elect=False, **options).delta)
 
 

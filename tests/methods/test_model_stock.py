@@ -16,7 +16,7 @@ def model_stock_reference(taus: Array) -> Array:
     """Of one vector of each expert: t = T cos / (1 + (T - 1) cos) times the mean."""
     cosines = []
     for a, b in combinations(taus, 2):
-        lengths = np.linalg.norm(a) * np.linalg.norm(b)
+        lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
         cosines.append(float(a @ b) / lengths if lengths else 0.0)
     experts, cosine = len(taus), sum(cosines) / len(cosines)
     denominator = 1 + (experts - 1) * cosine

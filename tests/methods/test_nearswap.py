@@ -18,9 +18,9 @@ def nearswap_reference(w0: Array, w1: Array, t: float) -> Array:
     """Towards the expert, each entry by a share of the way that is t over the distance, and at most all of it."""
     merged = np.zeros_like(w0)
     for index in np.ndindex(w0.shape):
-        distance = abs(w1[index] - w0[index])
-        share = min(1.0, t / distance) if distance else 1.0
-        merged[index] = share * w1[index] + (1 - share) * w0[index]
+        distance = float(abs(w1[index] - w0[index]))
+        share = float(min(1.0, t / distance)) if distance else 1.0
+        merged[index] = share * float(w1[index]) + (1 - share) * float(w0[index])
     return merged
 
 

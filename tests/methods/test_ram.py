@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_ram_plus_of_a_whole_model(scope: str) -> None:
     """Thresholds so high that many entries are unchanged or one expert's own."""
     base, experts = small_model(3)
     epsilon, strength, limit = 0.06, 0.7, 10.0
-    options = {"epsilon": epsilon, "strength": strength, "limit": limit, "scope": scope}
+    options: dict[str, Any] = {"epsilon": epsilon, "strength": strength, "limit": limit, "scope": scope}
     merged = acemerge.merge_state_dicts(base, experts, method="ram_plus", **options)
     taus = differences(base, experts)
     whole = np.stack([flatten(tau) for tau in taus.values()])

@@ -175,5 +175,5 @@ def merged_length(lengths: Lengths, options: AceAutoOptions) -> float:
 
     Never shorter than their average, and never longer than one of them times the number of different ones, 1 / overlap.
     """
-    wanted = (options.reach * lengths.base) ** (2 / 3) * lengths.expert ** (1 / 3)
+    wanted = math.pow(options.reach * lengths.base, 2 / 3) * math.pow(lengths.expert, 1 / 3)
     return min(max(wanted, lengths.mean), lengths.expert / lengths.overlap)

@@ -58,7 +58,8 @@ def model_stock(task_vectors: Float[Tensor, "task *shape"], options: ModelStockO
 def mean_cosine(products: Float[Tensor, "m task task"]) -> Float[Tensor, " m"]:
     """The mean over pairs of different experts."""
     _, cosines = lengths_and_cosines(products)
-    first, second = torch.triu_indices(*cosines.shape[1:], offset=1)
+    experts = cosines.shape[1]
+    first, second = torch.triu_indices(experts, experts, offset=1)
     return cosines[:, first, second].mean(1)
 
 
