@@ -209,6 +209,13 @@ def between(k: float, x: Spectral, s: Tensor, q: float = 0.5) -> float:
     return min(max(geometric(k, x, s, q), mean), x.rms / x.overlap)
 
 
+def between_by_rank(k: float, x: Spectral, s: Tensor) -> float:
+    """sqrt(k |W0| rms), times the root of the share of the matrix's directions that the change has; bounds as above."""
+    mean = math.sqrt(x.overlap) * x.rms
+    wanted = geometric(k, x, s) * math.sqrt(len(s) / min(x.layer.W0.shape))
+    return min(max(wanted, mean), x.rms / x.overlap)
+
+
 def geometric_spectral(k: float, x: Spectral, s: Tensor) -> float:
     """The same of spectral norms: |M|_2 = sqrt(k |W0|_2 rms_t |D_t|_2)."""
     base = float(torch.linalg.matrix_norm(x.layer.W0.float(), 2))
@@ -322,6 +329,12 @@ CANDIDATES: list[Candidate] = [
         )
         for p in (0.5, 0.25)
         for k, q in ((0.17, 2 / 3), (0.12, 2 / 3), (0.22, 2 / 3), (0.075, 1), (0.06, 1), (0.09, 1), (0.35, 0.5))
+    ),
+    *(
+        Candidate(f"{name}; p {p:g} by overlap; k {k:g} by rank", name, partial(power_by_overlap, p), partial(between_by_rank, k))
+        for name in (f"{_PLAIN}, uncentred", _PLAIN)
+        for p in (0.5, 0.25, 0.35)
+        for k in (0.35, 0.4, 0.5, 0.6)
     ),
     *(_power(_PLAIN, p, partial(times_rms, c), f"{c:g} rms") for c in (0.4, 0.5, 0.6, 0.7, 0.8) for p in (0.25, 0.5, 0.75, 1)),
     *(_power("iso_cts", 0.5, partial(times_rms, c), f"{c:g} rms") for c in (0.4, 0.5, 0.6, 0.7, 0.8)),

@@ -23,7 +23,7 @@ METHOD = get_method("ace_auto")
 
 
 def reference(
-    D: Array, W0: Array | None, power: float = 0.5, reach: float = 0.17, ridge: float = 0.01, alpha: float = 1.0
+    D: Array, W0: Array | None, power: float = 0.5, reach: float = 0.4, ridge: float = 0.01, alpha: float = 1.0
 ) -> Array:
     """The page's formula, step by step, with an explicit inverse and a full SVD."""
     D = D[[bool(own.any()) for own in D]]
@@ -33,7 +33,7 @@ def reference(
     P = sum(own @ S_t for own, S_t in zip(D, S, strict=True)) @ np.linalg.inv(sum(S))
     # 2.
     U, s, Vt = np.linalg.svd(P, full_matrices=False)
-    keep = s > 1e-7 * s[0]
+    keep = s > 1e-5 * s[0]
     U, s, Vt = U[:, keep], s[keep], Vt[keep]
     # 3.
     square = np.mean(np.sum(D**2, axis=(1, 2)))
@@ -42,7 +42,7 @@ def reference(
     s = s ** (power + (1 - power) * overlap)
     # 4.
     base = 0.0 if W0 is None else np.linalg.norm(W0)
-    length = (reach * base) ** (2 / 3) * math.sqrt(square) ** (1 / 3)
+    length = math.sqrt(reach * base * math.sqrt(square) * keep.sum() / len(keep))
     length = min(max(length, mean), math.sqrt(square) / overlap)
     return np.asarray(alpha * length * (U * s) @ Vt / np.linalg.norm(s))
 
@@ -145,11 +145,11 @@ def test_units_do_not_matter(together: float, alone: float, tasks: int, seed: in
 
 
 @given(strength=st.floats(0.02, 0.3), seed=st.integers(0, 50))
-def test_within_the_bounds_eight_times_the_change_is_twice_as_long(strength: float, seed: int) -> None:
+def test_within_the_bounds_four_times_the_change_is_twice_as_long(strength: float, seed: int) -> None:
     task_vectors = experts(6, 10, 8, seed=seed)
     task_vectors /= task_vectors.flatten(1).norm(dim=1)[:, None, None]
     W0 = base_of((10, 8), 5 * strength)
-    weak, strong = (float(merge(g * task_vectors, W0, reach=1.0).norm()) for g in (strength, 8 * strength))
+    weak, strong = (float(merge(g * task_vectors, W0, reach=1.0).norm()) for g in (strength, 4 * strength))
     assert strong / weak == pytest.approx(2)
 
 
@@ -191,7 +191,7 @@ def test_a_sweep_shares_the_work_and_changes_nothing() -> None:
     context = Context(experts=tuple("abcd"), base=base_of((14, 12)))
     grid = [
         METHOD.options({"power": p, "reach": k, "ridge": r, "alpha": alpha})
-        for p in (0.25, 0.5) for k in (0.1, 0.17) for r in (0.01, 0.1) for alpha in (1.0, 0.5)
+        for p in (0.25, 0.5) for k in (0.1, 0.4) for r in (0.01, 0.1) for alpha in (1.0, 0.5)
     ]  # fmt: skip
     found: dict[int, Tensor] = {}
     for points, merged in merge_at_points(METHOD, task_vectors, grid, [context] * len(grid)):

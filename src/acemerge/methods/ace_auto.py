@@ -32,8 +32,8 @@ from acemerge.numerics.linalg import (
 )
 from acemerge.numerics.threads import AT_ONCE, share, torch_at_rest
 
-ROUNDING = 1e-6
-"""A merge that is shorter than this share of an expert's change is what rounding leaves of experts that cancel."""
+ROUNDING = 1e-5
+"""Of the strongest direction, or of an expert's length: what is weaker is rounding of float32 weights."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class AceAutoOptions(Options):
         float, Field(ge=0, le=1, description="p: singular values s of experts that share nothing become s^p; 1 leaves them")
     ] = 0.5
     reach: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, description="k: the share of the base's length that the change's comes from")
-    ] = 0.17
+        float, Field(gt=0, allow_inf_nan=False, description="k: the share of the base's length that an expert's is balanced with")
+    ] = 0.4
     ridge: Annotated[
         float, Field(gt=0, allow_inf_nan=False, description="r: ridge of each covariance, as a share of its mean eigenvalue")
     ] = 0.01
@@ -78,6 +78,7 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     facts={
         "overlap": "how much of the experts' changes is common: 1 all of it, 1 / (number of experts) none",
         "power": "of the singular values",
+        "rank": "directions that the merge has",
         "length": "of the merged change, in lengths of an expert's",
     },
     flops=_flops,
@@ -123,7 +124,9 @@ def merged_directions(
     S, N = experts.weighted_covariance([1 / energies[t] for t in changed])
     e = ridge / frame.shape[1]
     P = S.factorise(len(changed) * e)(experts.add_weighted(N, [e] * len(changed)))
-    return leading_directions(P, min(P.shape))
+    found = leading_directions(P, min(P.shape))
+    clear = found.values > ROUNDING * found.values[-1:]
+    return LeadingDirections(found.values[clear], found.left[:, clear], found.right[:, clear])
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ class Lengths:
     """|mean_t D_t|."""
     base: float
     """|W0|."""
+    directions: int
+    """min(m, n): as many as a matrix of this shape can have."""
 
     @property
     def overlap(self) -> float:
@@ -150,18 +155,20 @@ def measure_lengths(task_vectors: Float[Tensor, "task out in"], energies: Sequen
     changed = sum(energy > 0 for energy in energies)
     mean = weighted_sum(task_vectors, [1 / changed] * len(task_vectors))
     base = 0.0 if context.base is None else sum_of_squares(context.base)
-    return Lengths(changed, math.sqrt(math.fsum(energies) / changed), math.sqrt(sum_of_squares(mean)), math.sqrt(base))
+    rms = math.sqrt(math.fsum(energies) / changed)
+    directions = min(context.frame_of(task_vectors).shape)
+    return Lengths(changed, rms, math.sqrt(sum_of_squares(mean)), math.sqrt(base), directions)
 
 
 def with_strength(directions: LeadingDirections, lengths: Lengths, options: AceAutoOptions) -> Merged:
     """Steps 3 and 4: M = length U diag(s^p) V^T / |s^p|."""
     U, s, V = directions.left, directions.values, directions.right
-    p, length = spectrum_power(lengths, options), merged_length(lengths, options)
+    p, length = spectrum_power(lengths, options), merged_length(lengths, len(s), options)
     if not float(s.norm()) > ROUNDING * lengths.expert:
         M, length = U.new_zeros(len(U), len(V)), 0.0
     else:
         M = (U * (s**p * (length / float((s**p).norm())))) @ V.T
-    facts: dict[str, Fact] = {"overlap": lengths.overlap, "power": p, "length": length / lengths.expert}
+    facts: dict[str, Fact] = {"overlap": lengths.overlap, "power": p, "rank": len(s), "length": length / lengths.expert}
     return Merged(M, {"active_experts": lengths.experts, **facts})
 
 
@@ -170,10 +177,10 @@ def spectrum_power(lengths: Lengths, options: AceAutoOptions) -> float:
     return options.power + (1 - options.power) * lengths.overlap
 
 
-def merged_length(lengths: Lengths, options: AceAutoOptions) -> float:
-    """Step 4: (k |W0|)^(2/3) |D|^(1/3), within what the experts account for.
+def merged_length(lengths: Lengths, rank: int, options: AceAutoOptions) -> float:
+    """Step 4: sqrt(k |W0| |D| rank / min(m, n)), within what the experts account for.
 
     Never shorter than their average, and never longer than one of them times the number of different ones, 1 / overlap.
     """
-    wanted = math.pow(options.reach * lengths.base, 2 / 3) * math.pow(lengths.expert, 1 / 3)
+    wanted = math.sqrt(options.reach * lengths.base * lengths.expert * rank / lengths.directions)
     return min(max(wanted, lengths.mean), lengths.expert / lengths.overlap)
