@@ -101,8 +101,10 @@ class Spectral:
     base: float
     """|W0|."""
     overlap: float
-    """|sum_t D_t|^2 / (T sum_t |D_t|^2): 1 if all are the same, 1/T if they are orthogonal."""
+    """|sum_t D_t|^2 / (T sum_t |D_t|^2): 1 if all are the same, 1/T if they are orthogonal, and never less."""
     experts: int
+    mean: float
+    """|mean_t D_t|."""
 
 
 def decompose(M: Matrix, layer: Layer) -> Spectral:
@@ -114,7 +116,8 @@ def decompose(M: Matrix, layer: Layer) -> Spectral:
     total = float(layer.D.double().sum(0).square().sum())
     return Spectral(
         U[:, clear], s[clear], Vt[clear].T, layer, math.sqrt(float(energies.sum()) / max(1, changed)),
-        float(layer.W0.double().norm()), total / max(1e-300, changed * float(energies.sum())), changed,
+        float(layer.W0.double().norm()), max(1 / max(1, changed), total / max(1e-300, changed * float(energies.sum()))), changed,
+        math.sqrt(total) / max(1, changed),
     )  # fmt: skip
 
 
@@ -190,7 +193,7 @@ def saturated(form: Saturation, length: Length, x: Spectral) -> Tensor:
 
 def at_least_the_mean(k: float, x: Spectral, s: Tensor) -> float:
     """sqrt(k |W0| rms), or the experts' mean if that is longer."""
-    return max(geometric(k, x, s), math.sqrt(x.overlap) * x.rms)
+    return max(geometric(k, x, s), x.mean)
 
 
 def times_rms(c: float, x: Spectral, s: Tensor) -> float:  # noqa: ARG001
@@ -205,15 +208,13 @@ def geometric(k: float, x: Spectral, s: Tensor, q: float = 0.5) -> float:  # noq
 
 def between(k: float, x: Spectral, s: Tensor, q: float = 0.5) -> float:
     """The same, but no shorter than the experts' mean and no longer than so many times an expert as they differ."""
-    mean = math.sqrt(x.overlap) * x.rms
-    return min(max(geometric(k, x, s, q), mean), x.rms / x.overlap)
+    return min(max(geometric(k, x, s, q), x.mean), x.rms / x.overlap)
 
 
 def between_by_rank(k: float, x: Spectral, s: Tensor) -> float:
     """sqrt(k |W0| rms), times the root of the share of the matrix's directions that the change has; bounds as above."""
-    mean = math.sqrt(x.overlap) * x.rms
     wanted = geometric(k, x, s) * math.sqrt(len(s) / min(x.layer.W0.shape))
-    return min(max(wanted, mean), x.rms / x.overlap)
+    return min(max(wanted, x.mean), x.rms / x.overlap)
 
 
 def geometric_spectral(k: float, x: Spectral, s: Tensor) -> float:
