@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from acemerge.cli.display import new_console
+from acemerge.execute import shard
 from acemerge.methods import all_methods
+from child import command, fork, in_child, wait
 from command import Command
 from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
@@ -219,20 +223,43 @@ def test_a_reader_that_leaves_early_is_no_failure(models: Models) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_standard_streams_that_are_closed(models: Models, tmp_path: Path, closed: str) -> None:
-    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} {closed}"
+def test_standard_streams_that_are_all_closed(models: Models, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} <&- >&- 2>&-"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == 0
     assert load_file(tmp_path / "out/model.safetensors")
 
 
-@pytest.mark.parametrize("flags", ["--json", ""])
-def test_a_summary_that_cannot_be_printed_says_so(models: Models, tmp_path: Path, flags: str) -> None:
-    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} {flags} > /dev/full"
+@pytest.mark.parametrize("closed", [["stderr"], ["stdout", "stderr"]])
+def test_some_standard_streams_that_are_closed(models: Models, tmp_path: Path, closed: list[str]) -> None:
+    def work() -> None:
+        for name in closed:  # as Python finds them when it starts
+            os.close(getattr(sys, name).fileno())
+            setattr(sys, name, None)
+        command("merge", *models.arguments, "-o", tmp_path / "out")
+
+    assert in_child(work).code == 0
+    assert load_file(tmp_path / "out/model.safetensors")
+
+
+NOT_PRINTED = "out was written and is whole, but standard output did not take the summary: No space left"
+
+
+def test_a_summary_that_cannot_be_printed_says_so(models: Models, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m acemerge merge {' '.join(models.arguments)} -o {tmp_path / 'out'} > /dev/full"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "out was written and is whole, but standard output did not take the summary: No space left" in result.stderr
+    assert NOT_PRINTED in result.stderr
+    assert load_file(tmp_path / "out/model.safetensors")
+
+
+def test_json_that_cannot_be_printed_says_so(models: Models, tmp_path: Path) -> None:
+    def work() -> None:
+        command("merge", *models.arguments, "-o", tmp_path / "out", "--json")
+
+    with Path("/dev/full").open("w") as full, (tmp_path / "err").open("w") as err:
+        assert wait(fork(work, full.fileno(), err.fileno())) == 1
+    assert NOT_PRINTED in (tmp_path / "err").read_text()
     assert load_file(tmp_path / "out/model.safetensors")
 
 
@@ -275,22 +302,26 @@ def test_a_larger_vocabulary_is_noted(run: Command, models: Models, tmp_path: Pa
     assert "'embed_tokens.weight' is [25, 8] in expert 'larger', [20, 8] in the base" in out
 
 
-def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path) -> None:
-    program = (
-        "import sys, time, acemerge.tensors.task_vectors as t, acemerge.execute.shard as shard\n"
-        # Short sleeps: a signal that comes just before a long one would wait for its end.
-        "def slow(*arguments):\n    print('merging', flush=True)\n    while True: time.sleep(0.05)\n"
-        "shard.merge_tensor_at_points = slow\n"
-        f"sys.argv = ['acemerge', 'merge', *{models.arguments!r}, '-o', {str(tmp_path / 'out')!r}]\n"
-        "from acemerge.cli.app import main\nmain()"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == "merging\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=300) == 130
-        assert "repeat the command to go on" in process.stderr.read()
+def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_arguments: object) -> None:
+        print("merging", flush=True)
+        while True:
+            time.sleep(0.05)  # a signal that comes just before a long sleep would wait for its end
+
+    def work() -> None:
+        os.close(reader)
+        command("merge", *models.arguments, "-o", tmp_path / "out")
+
+    monkeypatch.setattr(shard, "merge_tensor_at_points", slow)
+    reader, writer = os.pipe()
+    with (tmp_path / "err").open("w") as err:
+        process = fork(work, writer, err.fileno())
+    os.close(writer)
+    with os.fdopen(reader) as out:
+        assert out.readline() == "merging\n"
+        os.kill(process, signal.SIGINT)
+        assert wait(process) == 130
+    assert "repeat the command to go on" in (tmp_path / "err").read_text()
     assert not list(tmp_path.glob("out*"))
 
 
@@ -320,18 +351,18 @@ def test_methods_lists_and_describes(run: Command) -> None:
     assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
 
 
-def test_columns_say_how_wide_a_pipe_is() -> None:
-    program = "from acemerge.cli.display import new_console; print(new_console().width)"
-    for columns, width in ({}, 200), ({"COLUMNS": "80"}, 80):
-        environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | columns
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-        assert int(done.stdout) == width
+def test_columns_say_how_wide_a_pipe_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert in_child(lambda: print(new_console().width)).out == "200\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert in_child(lambda: print(new_console().width)).out == "80\n"
 
 
-def test_methods_fit_80_columns_without_cutting_words() -> None:
-    command = [sys.executable, "-m", "acemerge", "methods"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"})
-    lines = done.stdout.splitlines()
+def test_methods_fit_80_columns_without_cutting_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ended = in_child(lambda: command("methods"))
+    assert ended.code == 0
+    lines = ended.out.splitlines()
     assert len(lines) < 3 * len(all_methods())
     assert max(map(len, lines)) <= 80
     words = {word.rstrip(".:") for method in all_methods() for word in method.summary.split()}
