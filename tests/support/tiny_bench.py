@@ -18,16 +18,19 @@ WORDS = 24
 
 
 class TinyDomain(TextDomain):
-    """The text domain with a random base of two layers; rows are lists of word numbers already."""
+    """The text domain with a random base of few layers; rows are lists of word numbers already."""
 
     name = "tiny"
+
+    def __init__(self, layers: int = 2) -> None:
+        self.layers = layers
 
     def write_base(self, folder: Path) -> None:
         from transformers import BertConfig, BertModel
 
         torch.manual_seed(0)
         config = BertConfig(
-            vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+            vocab_size=WORDS, hidden_size=32, num_hidden_layers=self.layers, num_attention_heads=2, intermediate_size=64,
             max_position_embeddings=16,
         )  # fmt: skip
         BertModel(config, add_pooling_layer=False).save_pretrained(folder)

@@ -25,11 +25,11 @@ from tiny_bench import TASKS as FULL_TASKS
 from tiny_bench import TinyDomain
 
 LORA = Lora(rank=4, alpha=8, targets=("query", "key", "value", "dense"))
-DOMAIN = LoraDomain("tiny-lora", TinyDomain(), LORA)
-TASKS = tuple(replace(task, learning_rate=1e-2) for task in FULL_TASKS)
+DOMAIN = LoraDomain("tiny-lora", TinyDomain(layers=1), LORA)
+TASKS = tuple(replace(task, learning_rate=1e-2, epochs=2) for task in FULL_TASKS)
 SUITE = Suite("tiny-lora-3", DOMAIN, TASKS)
-TARGETS = 2 * 6
-"""Layers, and matrices in each."""
+TARGETS = 6
+"""The matrices of its one layer."""
 
 
 @pytest.fixture(scope="module")
