@@ -1,33 +1,13 @@
-"""Choosing an engine: a cluster that is started and stopped when there is none, and mistakes."""
+"""Mistakes in choosing an engine."""
 
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from acemerge import InputError
 from child import command, in_child
-from small_models import Models, merge_into_shards, tree
-
-
-@pytest.fixture
-def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray makes sockets in it, whose paths must be short."""
-    with tempfile.TemporaryDirectory(prefix="ace", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        yield
-
-
-@pytest.mark.usefixtures("short_folder")
-def test_without_a_cluster_one_is_started_and_stopped(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    merge_into_shards(models, tmp_path / "local", "ace")
-    merge_into_shards(models, tmp_path / "ray", "ace", engine="ray")
-    assert tree(tmp_path / "ray") == tree(tmp_path / "local")
-    assert not ray.is_initialized()
+from small_models import Models, merge_into_shards
 
 
 @pytest.mark.parametrize(
