@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ def write_adapter(
     """An adapter with seeded random values in everything that it trains."""
     settings = {"r": 4, **settings} if config is peft.LoraConfig else settings
     with quiet(), torch.random.fork_rng():
-        torch.manual_seed(seed)  # a head that the base lacks is made here
-        model = peft.get_peft_model(load(base, class_name, labels), config(**settings))
+        model = load(base, class_name, labels)
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(model, config(**settings))
         _move((p for p in model.parameters() if p.requires_grad), strength, seed)
         model.save_pretrained(folder, safe_serialization=safe)
     return folder
@@ -88,8 +90,16 @@ def peft_model(base: Path, adapter: Path, class_name: str, labels: int | None = 
 
 
 def load(folder: Path, class_name: str, labels: int | None = None) -> Any:
+    """A copy of the folder's model, which takes a fifth of the time of reading it again."""
+    return copy.deepcopy(_read(folder, class_name, labels))
+
+
+@lru_cache(maxsize=32)
+def _read(folder: Path, class_name: str, labels: int | None) -> Any:
     settings = {} if labels is None else {"num_labels": labels}
-    return getattr(transformers, class_name).from_pretrained(folder, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # a head that the folder lacks is made here
+        return getattr(transformers, class_name).from_pretrained(folder, **settings)
 
 
 def _move(parameters: Iterator[torch.nn.Parameter], strength: float, seed: int) -> None:

@@ -179,7 +179,7 @@ def gpt2_models(folder: Path, classes: Mapping[str, int]) -> None:
 
     end = "<|endoftext|>"
     words = tokenizer(folder / "base", {"bos_token": end, "eos_token": end, "unk_token": end}, None, 1024)
-    common = {"vocab_size": len(words), "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.5}
+    common = {"vocab_size": len(words), "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "initializer_range": 0.5}
     torch.manual_seed(0)
     base = LIBRARY.GPT2Model(LIBRARY.GPT2Config(**common))
     base.save_pretrained(folder / "base")
@@ -203,7 +203,7 @@ def roberta_models(folder: Path, classes: Mapping[str, int], place: str = "{task
         "sep_token": "</s>",
     }
     words = tokenizer(folder / "base", special, "<s> $A </s>", 128)
-    common = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    common = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
               "intermediate_size": 32, "max_position_embeddings": 140, "pad_token_id": words.pad_token_id,
               "type_vocab_size": 1, "initializer_range": 0.5}  # fmt: skip
     torch.manual_seed(0)
@@ -232,7 +232,7 @@ def llama_models(folder: Path, experts: Sequence[str]) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     words = tokenizer(folder / "base", special, "<s> $A", 256)
     config = LIBRARY.LlamaConfig(
-        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
