@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-         "--disable-sync", "--disable-quic"]  # fmt: skip
+         "--disable-sync", "--disable-quic", "--disable-extensions", "--in-process-gpu"]  # fmt: skip
 SIZES = {"desktop": (1280, 900), "phone": (360, 740)}
 
 
