@@ -305,7 +305,8 @@ def test_a_larger_vocabulary_is_noted(run: Command, models: Models, tmp_path: Pa
 def test_interrupting_says_how_to_go_on(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_arguments: object) -> None:
         print("merging", flush=True)
-        while True:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             time.sleep(0.05)  # a signal that comes just before a long sleep would wait for its end
 
     def work() -> None:
