@@ -162,4 +162,4 @@ def test_whole_task_vectors_are_never_loaded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(statistics, "load_task_vectors", lambda *_: pytest.fail("a whole tensor was loaded"))
     monkeypatch.setattr("acemerge.tensors.computing.load_task_vectors", lambda *_: pytest.fail("a whole tensor was loaded"))
     for method in ELEMENTWISE:
-        acemerge.merge_state_dicts(base, dict(list(experts.items())[: method.experts]), method=method.name)
+        acemerge.merge_state_dicts(base, experts[: method.experts], method=method.name)
