@@ -25,7 +25,7 @@ def test_commands_and_suites_go_together() -> None:
     assert len(names) == 14
     assert {task.name for task in suites.get_suite("demo").tasks} == {"movie", "langid", "commits", "reuters_r8"}
     without_data = {method.name for method in all_methods() if method.uses == "weights"}
-    assert set(default_methods(8)) == without_data - {"slerp", "nuslerp", "nearswap", "arcee_fusion"}
+    assert set(default_methods(8)) == without_data - {"slerp", "nuslerp", "nearswap", "arcee_fusion", "passthrough"}
     for candidates in (make() for make in ANALYSES.values()):
         assert len({candidate.label for candidate in candidates}) == len(candidates)
 

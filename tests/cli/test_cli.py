@@ -156,7 +156,7 @@ def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
         (["-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),
         (["-s", "epsilon"], "write it as KEY=VALUE"),
         (["-s", "epsilon=true"], "epsilon=True is not allowed"),
-        (["-s", "alpha=1:30"], "alpha='1:30' is not allowed: it must be a number"),
+        (["-s", "alpha=1;30"], "alpha='1;30' is not allowed: it must be a number"),
         (["-s", "epsilon=[1"], "epsilon='[1' is not allowed"),
         (["-m", "linear", "-s", "weights=0.7"], "are 1 numbers for 3 experts"),
         (["--device", "meta"], "--device meta: not available here"),

@@ -91,7 +91,7 @@ def test_epsilon_paper_resolves_from_the_config(config: dict[str, object], epsil
         ("ties", "density", "mergekit's density is called 'keep' here"),
         ("ties", "lambda", "mergekit's lambda is called 'alpha' here"),
         ("linear", "weight", "mergekit's weight is called 'weights' here"),
-        ("task_arithmetic", "weight", "mergekit's weight, if it is the same for every model, is 'alpha' here"),
+        ("task_arithmetic", "weight", "mergekit's weight is called 'weights' here"),
         ("dare_ties", "density", "mergekit's density is 1 - 'drop' here"),
         ("della", "epsilon", "mergekit's epsilon is half of 'window' here"),
         ("breadcrumbs", "gamma", "mergekit's gamma is called 'outliers' here"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,27 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
         name, headers, read, path, (file, path / CONFIG), changes=changes, stamps=(stored.stamp, config_stamp),
         settings=settings, own_names=own_names,
     )  # fmt: skip
+
+
+def with_adapter(model: Checkpoint, adapter: Adapter) -> Checkpoint:
+    """A full model whose tensors are those that the adapter makes of them, one at a time as they are read."""
+    changed = {name: _as_read(header, model.tensors.get(name)) for name, header in adapter.tensors.items()}
+    return replace(
+        model,
+        name=adapter.name,
+        tensors={**model.tensors, **changed},
+        read=lambda name: adapter.read(name) if name in changed else model.read(name),
+        files=(*model.files, *adapter.files),
+        tied={copy: original for copy, original in model.tied.items() if copy not in changed and original not in changed},
+        stamps=(*model.stamps, *adapter.stamps),
+    )
+
+
+def _as_read(change: TensorHeader, base: TensorHeader | None) -> TensorHeader:
+    """What `Adapter.read` gives: the base's value plus a change of at least float32, or a whole value."""
+    if base is None or base.shape != change.shape:
+        return change
+    return replace(change, dtype="float64" if "float64" in (base.dtype, change.dtype) else "float32")
 
 
 def _sorted_out(stored: WeightsFile) -> tuple[dict[str, dict[str, str]], dict[str, str]]:

@@ -43,6 +43,8 @@ class Checkpoint:
     changes: Mapping[str, Change] | None = None
     """Of an adapter: tensors given as a change of the base's. Its others are values, and what it does not have is the base's."""
     stamps: tuple[FileStamp, ...] = ()
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
+    """What the output's config says otherwise than this model's file."""
 
     def check_unchanged(self) -> None:
         """Raise an error if a file has changed since it was opened."""
@@ -56,11 +58,11 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The model's config.json, or nothing."""
+        """The model's config.json with its changes, or nothing."""
         path = self.folder / "config.json" if self.folder else None
         if path is None or not path.is_file():
             return {}
-        return read_json(path)
+        return {**read_json(path), **self.config_changes}
 
     @cached_property
     def where(self) -> str:

@@ -1,4 +1,4 @@
-"""Files beside the weights, copied byte for byte; only a config's dtype is edited, and only when --dtype changed the weights'."""
+"""Files beside the weights, copied byte for byte; only a config is edited, where dtype or layers are no longer what it says."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from acemerge.checkpoints.folder import read_json
 
 
-def copy_side_file(path: Path, folder: Path, dtype: str | None) -> None:
+def copy_side_file(path: Path, folder: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Copy one file into a folder; `dtype` is what the weights there were converted to, if they were."""
-    if path.name == "config.json" and dtype:
-        config = read_json(path)
-        config[_dtype_key(config)] = dtype
+    if path.name == "config.json" and (dtype or changes):
+        config = {**read_json(path), **changes}
+        if dtype:
+            config[_dtype_key(config)] = dtype
         (folder / path.name).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     else:
         shutil.copyfile(path, folder / path.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from acemerge.checkpoints.formats.registry import formats, weight_suffixes
@@ -21,20 +21,23 @@ class Source:
     path: Path
     hub_id: str | None = None
     revision: str | None = None
+    adapter: Source | None = None
+    """That is to be merged into it, given as MODEL+ADAPTER."""
 
     @property
     def public_name(self) -> str:
         """The hub id with its exact revision, or the folder's own name."""
+        name = self.path.resolve().name
         if self.hub_id:
-            return f"{self.hub_id}@{self.revision}" if self.revision else self.hub_id
-        return self.path.resolve().name
+            name = f"{self.hub_id}@{self.revision}" if self.revision else self.hub_id
+        return f"{name}+{self.adapter.public_name}" if self.adapter else name
 
     @property
     def short_name(self) -> str:
         """A name for tables and head folders."""
         name = self.hub_id.split("/")[-1] if self.hub_id else self.path.resolve().name
-        stem = Path(name).stem if self.path.is_file() else name
-        return re.sub(r"[^\w.+-]", "_", stem)
+        stem = re.sub(r"[^\w.+-]", "_", Path(name).stem if self.path.is_file() else name)
+        return f"{stem}+{self.adapter.short_name}" if self.adapter else stem
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Sources:
     @property
     def paths(self) -> list[Path]:
         """Of all models."""
-        return [source.path for source in (self.base, *self.experts)]
+        given = (self.base, *self.experts)
+        return [source.path for model in given for source in (model, model.adapter) if source]
 
 
 def is_hub_id(name: str) -> bool:
@@ -67,7 +71,7 @@ def expand_home(path: Path) -> Path:
 
 
 def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = False) -> Source:
-    """Find a model: an existing path first, then the hub (its cache only, when offline)."""
+    """Find a model: an existing path first, then MODEL+ADAPTER, then the hub (its cache only, when offline)."""
     path = relative_to / expand_home(Path(given))
     try:
         exists = path.exists()
@@ -75,6 +79,10 @@ def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = Fa
         raise InputError(f"{given}: cannot be looked up ({error.strerror})") from None
     if exists:
         return _from_path(given, path)
+    model, plus, adapter = given.rpartition("+")
+    if plus:
+        found, change = (resolve_source(each, relative_to=relative_to, offline=offline) for each in (model, adapter))
+        return replace(found, given=given, adapter=change)
     match = _HUB_ID.fullmatch(given)
     in_a_folder_here = "/" in given and path.parent.is_dir()
     if match is None or given.startswith((".", "/", "~")) or given.endswith(weight_suffixes()) or in_a_folder_here:

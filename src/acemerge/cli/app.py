@@ -26,6 +26,7 @@ from acemerge.cli.process import (
     open_standard_streams,
     prompt_interruption,
 )
+from acemerge.cli.recipe import recipe_app
 from acemerge.cli.report import report_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
@@ -56,6 +57,7 @@ app.command("sweep")(sweep_command)
 app.command("methods")(methods_command)
 app.command("demo")(demo_command)
 app.command("evaluate")(evaluate_command)
+app.add_typer(recipe_app)
 app.add_typer(bench_app)
 
 

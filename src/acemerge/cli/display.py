@@ -23,6 +23,7 @@ from acemerge.planning.shares import ACTIONS, shares_told
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, is_computed
 from acemerge.planning.view import View
 from acemerge.recipe.sizes import human_bytes
+from acemerge.recipe.values import as_text
 from acemerge.reports.facts import facts_told, title
 from acemerge.reports.page import Finding
 
@@ -76,10 +77,11 @@ def print_findings(level: str, verdict: str, findings: Sequence[Finding]) -> Non
 def print_plan(plan: Plan, verbose: bool) -> None:
     """The tensors' fates, like ones of all layers on one line or, with `verbose`, one by one; then the totals."""
     table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
-    cells = [(tensor.name, _fate_cells(tensor), tensor) for tensor in plan.tensors]
+    varying = plan.varying_options
+    cells = [(tensor.name, _fate_cells(tensor, varying), tensor) for tensor in plan.tensors]
     lines = [(name, [tensor]) for name, _, tensor in cells] if verbose else together(cells)
     for name, alike in lines:
-        shape, *rest = _fate_cells(alike[0])
+        shape, *rest = _fate_cells(alike[0], varying)
         table.add_row(name, f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
     for name, original in plan.omitted.items():
         table.add_row(name, "", "", "tied", f"stored once, as {original}")
@@ -94,21 +96,29 @@ def print_plan(plan: Plan, verbose: bool) -> None:
     )
 
 
-def _fate_cells(tensor: PlannedTensor) -> tuple[str, ...]:
+def _fate_cells(tensor: PlannedTensor, varying: Sequence[str]) -> tuple[str, ...]:
     """Shape, dtype, fate and why."""
     shape = "x".join(map(str, tensor.header.shape)) or "scalar"
-    told = [tensor.reason, _how(tensor) if is_computed(tensor) and tensor.action == "merged" else ""]
+    told = [tensor.reason, _how(tensor, varying) if is_computed(tensor) and tensor.action == "merged" else ""]
     return shape, tensor.output_dtype, tensor.action, ": ".join(filter(None, told))
 
 
-def _how(tensor: ComputedTensor) -> str:
+def _how(tensor: ComputedTensor, varying: Sequence[str]) -> str:
     fate = tensor.fate
     core = f", in a core of rank {fate.core.rank}" if fate.core else ""
-    return f"by {fate.method}{core}" + (f", {fate.view.orientation}" if fate.view != View() else "")
+    values = "".join(f", {name}={_rounded(getattr(fate.options, name))}" for name in varying if hasattr(fate.options, name))
+    return f"by {fate.method}{values}{core}" + (f", {fate.view.orientation}" if fate.view != View() else "")
+
+
+def _rounded(value: Any) -> str:
+    """Of an option that is not the same everywhere."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_rounded, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
-    options = ", ".join(f"{name}={value}" for name, value in asdict(plan.options).items())
+    options = ", ".join(f"{name}={as_text(value)}" for name, value in plan.asked_options.items())
     counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
     tied = f", {len(plan.omitted)} tied" if plan.omitted else ""
     console.print(f"method {plan.method.name} ({options})")

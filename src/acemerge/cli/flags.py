@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from acemerge.errors import InputError
-from acemerge.recipe.arguments import recipe_from
+from acemerge.recipe.arguments import recipe_from, weights_text
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import option
 
@@ -36,6 +36,9 @@ class RecipeFlags:
     )
     settings: list[str] | None = option(
         None, "An option of the method, such as epsilon=1e-5; repeatable.", "-s", "--set", metavar="KEY=VALUE"
+    )
+    weights: str | None = option(
+        None, "How much each expert counts: 0.7,0.3 in their order, or math=0.7,code=0.3.", metavar="W,W|EXPERT=W,..."
     )
     data: str | None = option(
         None,
@@ -71,10 +74,13 @@ class RecipeFlags:
         """The recipe that the models and these flags describe, and the folder its paths are relative to."""
         if len(self.method or []) > 1:
             raise InputError(f"-m {', -m '.join(self.method or [])}: a merge has one method; give -m once")
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("method", "settings")}
+        given = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("method", "settings", "weights")
+        }
         given["method"] = self.method[0] if self.method else None
         flags = {name: value for name, value in given.items() if value not in (None, False)}
-        return recipe_from(models, self.settings or [], flags)
+        weights = [f"weights={weights_text(self.weights)}"] if self.weights else []
+        return recipe_from(models, [*(self.settings or []), *weights], flags)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from acemerge.adapters.adapter import is_adapter, open_adapter
+from acemerge.adapters.adapter import is_adapter, open_adapter, with_adapter
 from acemerge.calibration.layer_rules import LayerRules
 from acemerge.calibration.needed import check_data_asked, check_experts_can_run
 from acemerge.calibration.source import open_data
@@ -19,6 +19,7 @@ from acemerge.errors import InputError, PreflightError
 from acemerge.planning.kinship import with_kinship
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
+from acemerge.planning.slices import arrange
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 
@@ -61,18 +62,20 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
     """The same for recipes that differ in their options alone: what they read is opened once."""
     recipe = recipes[0]
     check_data_asked(recipe)
-    base = open_checkpoint(sources.base.path, sources.names[0])
+    base = _open_model(sources.base, sources.names[0], recipe.preset)
     problems: list[str] = []
-    experts = []
+    experts: list[Checkpoint] = []
     for source, name in zip(sources.experts, sources.names[1:], strict=True):
         try:
-            experts.append(_open_expert(source.path, name, base, recipe.preset))
+            experts.append(_open_expert(source, name, base, recipe.preset))
         except PreflightError as error:
             problems.extend(error.problems)
         except InputError as error:
             problems.append(str(error))
     if problems:
         raise PreflightError(problems)
+    if recipe.slices:
+        base, experts = arrange(recipe.slices, base, experts)
     data = layers = None
     if recipe.data is not None:
         check_experts_can_run(recipe, experts)
@@ -87,10 +90,20 @@ def note_kinship(plans: Sequence[Plan]) -> list[Plan]:
     return [replace(plan, strangers=first.strangers, doubts=first.doubts) for plan in plans]
 
 
-def _open_expert(path: Path, name: str, base: Checkpoint, preset: str) -> Checkpoint:
-    if is_adapter(path):
-        return open_adapter(path, name, base, choose_family(preset, base.config, base.tensors))
-    return open_checkpoint(path, name)
+def _open_model(source: Source, name: str, preset: str) -> Checkpoint:
+    """A full model, with the adapter that is to be merged into it first."""
+    model = open_checkpoint(source.path, name)
+    if source.adapter is None:
+        return model
+    return with_adapter(model, open_adapter(source.adapter.path, name, model, choose_family(preset, model.config, model.tensors)))
+
+
+def _open_expert(source: Source, name: str, base: Checkpoint, preset: str) -> Checkpoint:
+    on_base = source.adapter is not None and base.location is not None and source.path.samefile(base.location)
+    adapter = source.adapter if on_base else source
+    if adapter is not None and is_adapter(adapter.path):
+        return open_adapter(adapter.path, name, base, choose_family(preset, base.config, base.tensors))
+    return _open_model(source, name, preset)
 
 
 def _unique_names(sources: Sequence[Source], given: Sequence[str | None]) -> tuple[str, ...]:

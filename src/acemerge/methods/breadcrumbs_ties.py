@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from acemerge.methods.breadcrumbs import breadcrumbs_of
-from acemerge.methods.expert_weights import ExpertWeights, check_count, weight_each
+from acemerge.methods.breadcrumbs import breadcrumbs_of, nothing_kept
+from acemerge.methods.expert_weights import ExpertWeights, check_count, check_each, each_expert, split_list, weight_each
 from acemerge.methods.registry import Context, Merged, Options, method
-from acemerge.methods.ties import elect_and_merge
+from acemerge.methods.ties import Share, elect_and_merge
 from acemerge.numerics.thresholds import count_of_share
 
 
@@ -21,9 +21,11 @@ from acemerge.numerics.thresholds import count_of_share
 class BreadcrumbsTiesOptions(Options):
     """The shares are those of mergekit's own example; by default it removes nothing."""
 
-    keep: Annotated[float, Field(gt=0, le=1, description="share of a tensor's entries kept: the largest after the outliers")] = (
-        0.9
-    )
+    keep: Annotated[
+        Share | tuple[Share, ...],
+        BeforeValidator(split_list),
+        Field(description="share of a tensor's entries kept: the largest after the outliers; one for all experts, or one each"),
+    ] = 0.9
     outliers: Annotated[
         float, Field(ge=0, lt=1, description="share of largest entries removed, but never so many that less than `keep` is left")
     ] = 0.01
@@ -31,7 +33,8 @@ class BreadcrumbsTiesOptions(Options):
     weights: ExpertWeights = "equal"
 
     def check(self, experts: int) -> None:
-        """One weight per expert."""
+        """One number per expert."""
+        check_each("keep", self.keep, experts)
         check_count(self.weights, experts)
 
 
@@ -51,13 +54,11 @@ def breadcrumbs_ties(task_vectors: Float[Tensor, "task *shape"], options: Breadc
     """
     weights = weight_each(options.weights, context.experts, context.tensor)
     n = task_vectors[0].numel()
-    kept = count_of_share(n, options.keep)
-    removed = min(count_of_share(n, options.outliers), n - kept)
+    shares = each_expert(options.keep, len(task_vectors))
     crumbs = torch.empty_like(task_vectors)
-    for task, (task_vector, weight) in enumerate(zip(task_vectors, weights, strict=True)):
-        crumb = breadcrumbs_of(task_vector.reshape(1, n), removed, kept).reshape(task_vector.shape)
-        crumbs[task] = -crumb if weight < 0 else crumb
-    M = elect_and_merge(crumbs, options.merge, majority_sign=1, weights=[abs(weight) for weight in weights])
-    if kept > 0 or n == 0:
-        return Merged(M)
-    return Merged(M, warnings=(f"keep={options.keep:g} of {n} entries in the tensor is less than one: it stays at the base",))
+    for crumb, task_vector, share in zip(crumbs, task_vectors, shares, strict=True):
+        kept = count_of_share(n, share)
+        removed = min(count_of_share(n, options.outliers), n - kept)
+        crumb.copy_(breadcrumbs_of(task_vector.reshape(1, n), removed, kept).reshape(task_vector.shape))
+    M = elect_and_merge(crumbs, options.merge, majority_sign=1, weights=weights)
+    return Merged(M, warnings=nothing_kept(shares, n))

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.methods.dare_task_arithmetic import DareOptions, dare
+from acemerge.methods.expert_weights import check_each, weight_each
 from acemerge.methods.registry import Context, method
 from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
 
@@ -16,6 +17,11 @@ from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
 @dataclass(frozen=True)
 class DareTiesOptions(TiesOptions, DareOptions):
     """DARE's and TIES's own defaults, as in the official code: drop=0 is TIES."""
+
+    def check(self, experts: int) -> None:
+        """One number per expert."""
+        check_each("drop", self.drop, experts)
+        super().check(experts)
 
 
 def dare_each(task_vectors: Float[Tensor, "task *shape"], options: DareOptions, context: Context) -> Float[Tensor, "task *shape"]:
@@ -48,4 +54,5 @@ def dare_ties(task_vectors: Float[Tensor, "task *shape"], options: DareTiesOptio
     """
     statistics: TiesStatistics = context.statistics
     trimmed = statistics.trim(dare_each(task_vectors, options, context), context)
-    return elect_and_merge(trimmed, options.merge, statistics.majority_sign)
+    weights = weight_each(options.weights, context.experts, context.tensor)
+    return elect_and_merge(trimmed, options.merge, statistics.majority_sign, weights)

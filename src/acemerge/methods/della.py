@@ -7,11 +7,12 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.methods.expert_weights import NonNegativeWeights, check_count, weight_each
+from acemerge.methods.dare_task_arithmetic import Probability
+from acemerge.methods.expert_weights import NonNegativeWeights, check_count, check_each, each_expert, split_list, weight_each
 from acemerge.methods.registry import Alpha, Context, Options, method
 from acemerge.methods.ties import elect_and_merge
 from acemerge.numerics.dropping import Rescale, Seed, drop
@@ -22,7 +23,11 @@ from acemerge.numerics.linalg import row_blocks, weighted_sum
 class MagPruneOptions(Options):
     """How entries are dropped. Defaults are the official README's."""
 
-    drop: Annotated[float, Field(ge=0, lt=1, description="mean share of entries dropped at random")] = 0.3
+    drop: Annotated[
+        Probability | tuple[Probability, ...],
+        BeforeValidator(split_list),
+        Field(description="mean share of entries dropped at random; one for all experts, or one each"),
+    ] = 0.3
     window: Annotated[
         float, Field(ge=0, lt=1, description="how much less often a row's largest entry is dropped than its smallest; 0 is DARE")
     ] = 0.14
@@ -30,13 +35,14 @@ class MagPruneOptions(Options):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        smallest, largest = 1 - self.drop - self.window / 2, 1 - self.drop + self.window / 2
-        # 1e-6: what a float32 draw can tell from probability 0, and rounding of sums such as 0.95 + 0.05.
-        if smallest < 1e-6 or largest > 1 + 1e-6:
-            raise InputError(
-                f"drop={self.drop} and window={self.window} ask for keep probabilities from {smallest:.3g} to "
-                f"{largest:.3g}; give a window below {2 * min(self.drop, 1 - self.drop):.3g}, or another drop"
-            )
+        for p in each_expert(self.drop, 1):
+            smallest, largest = 1 - p - self.window / 2, 1 - p + self.window / 2
+            # 1e-6: what a float32 draw can tell from probability 0, and rounding of sums such as 0.95 + 0.05.
+            if smallest < 1e-6 or largest > 1 + 1e-6:
+                raise InputError(
+                    f"drop={p} and window={self.window} ask for keep probabilities from {smallest:.3g} to "
+                    f"{largest:.3g}; give a window below {2 * min(p, 1 - p):.3g}, or another drop"
+                )
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class DellaOptions(MagPruneOptions):
     alpha: Alpha = 1.1
 
     def check(self, experts: int) -> None:
-        """One weight per expert."""
+        """One number per expert."""
+        check_each("drop", self.drop, experts)
         check_count(self.weights, experts)
 
 
@@ -73,8 +80,9 @@ def prune_each(
 ) -> Float[Tensor, "task *shape"]:
     """Every expert's d_t."""
     dropped = torch.empty_like(task_vectors)
-    for task, task_vector in enumerate(task_vectors):
-        keep = keep_probabilities(task_vector, 1 - options.drop, options.window)
+    for task, drop_share in enumerate(each_expert(options.drop, len(task_vectors))):
+        task_vector = task_vectors[task]
+        keep = keep_probabilities(task_vector, 1 - drop_share, options.window)
         dropped[task] = drop(task_vector, keep, options.rescale, context.generator(options.seed, task))
     return dropped
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from acemerge.methods.della import MagPruneOptions, prune_each
-from acemerge.methods.expert_weights import ExpertWeights, check_count, refuse_zero_sum, weight_each
+from acemerge.methods.expert_weights import ExpertWeights, check_count, check_each, refuse_zero_sum, weight_each
 from acemerge.methods.registry import Context, method
 from acemerge.numerics.dropping import Rescale
 from acemerge.numerics.linalg import weighted_sum
@@ -26,7 +26,8 @@ class DellaLinearOptions(MagPruneOptions):
     normalise: Annotated[bool, Field(description="divide the sum by that of the weights")] = False
 
     def check(self, experts: int) -> None:
-        """One weight per expert."""
+        """One number per expert."""
+        check_each("drop", self.drop, experts)
         check_count(self.weights, experts)
 
     def __post_init__(self) -> None:

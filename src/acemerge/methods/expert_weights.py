@@ -22,6 +22,15 @@ def split_text(given: Any) -> Any:
     return [given] if isinstance(given, int | float) else given
 
 
+def split_list(given: Any) -> Any:
+    """Text with commas as a list; anything else, one number too, as it is.
+
+    >>> split_list("0.2,0.5"), split_list(0.2)
+    (['0.2', '0.5'], 0.2)
+    """
+    return given.strip("[]() ").split(",") if isinstance(given, str) and "," in given else given
+
+
 ExpertWeights = Annotated[
     Literal["equal"] | tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
     BeforeValidator(split_text),
@@ -32,6 +41,26 @@ NonNegativeWeights = Annotated[
     BeforeValidator(split_text),
     Field(description="one weight per expert, in the experts' order, such as 0.7,0.3; 'equal': 1 each"),
 ]
+
+
+Each = Sequence[float] | float
+
+
+def each_expert(value: Each, experts: int) -> tuple[float, ...]:
+    """A number for each of the experts: one for all, or one each.
+
+    >>> each_expert(0.2, 2), each_expert((0.2, 0.5), 2)
+    ((0.2, 0.2), (0.2, 0.5))
+    """
+    return (float(value),) * experts if isinstance(value, int | float) else tuple(value)
+
+
+def check_each(name: str, value: Each, experts: int) -> None:
+    """Refuse numbers that are neither one for all experts nor one per expert."""
+    if not isinstance(value, int | float) and len(value) != experts:
+        raise InputError(
+            f"{name}={list(value)} are {len(value)} numbers for {experts} experts; give one for all, or one per expert"
+        )
 
 
 def check_count(weights: Literal["equal"] | tuple[float, ...], experts: int) -> None:

@@ -43,6 +43,7 @@ class KarcherOptions(Options):
     paper="Wang, Ye and Yin, Functionality-Oriented LLM Merging on the Fisher-Rao Manifold, 2026",
     touches="all",
     ordered=True,
+    takes_base=True,
     facts={
         "cosine": "between two experts' weights, the smallest of all pairs",
         "steps": "towards the mean, until it lay still",

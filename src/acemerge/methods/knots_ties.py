@@ -10,6 +10,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from acemerge.methods.expert_weights import weight_each
 from acemerge.methods.registry import Alpha, Context, Merged, method
 from acemerge.methods.ties import TiesOptions, TiesStatistics, elect_and_merge
 from acemerge.numerics.dropping import Seed, drop
@@ -103,7 +104,8 @@ def knots_ties(task_vectors: Float[Tensor, "task out in"], options: KnotsTiesOpt
     statistics: TiesStatistics = context.statistics
     aligned = align(oriented(task_vectors, options), options, context)
     trimmed = statistics.trim(aligned.coordinates, context)
-    M = aligned.basis @ elect_and_merge(trimmed, options.merge, statistics.majority_sign).double()
+    weights = weight_each(options.weights, context.experts, context.tensor)
+    M = aligned.basis @ elect_and_merge(trimmed, options.merge, statistics.majority_sign, weights).double()
     coincide = "two singular values of the experts side by side coincide: the common basis, and with it the merge, is not unique"
     return Merged(
         M if options.shared == "output" else M.T,

@@ -39,6 +39,7 @@ class LinearOptions(Options):
     elementwise=True,
     low_rank="both",
     ordered=True,
+    takes_base=True,
     float64_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005
 )
 def linear(task_vectors: Float[Tensor, "task *shape"], options: LinearOptions, context: Context) -> Float[Tensor, "*shape"]:

@@ -10,17 +10,16 @@ _HALF = "{theirs} is half of '{ours}' here"
 _TRUE_BY_ROW = "{theirs}: true is '{ours}=row' here"
 _FALSE_BY_ROW = "{theirs}: false is '{ours}=row' here"
 _TRUE_BY_COLUMN = "{theirs}: true is '{ours}=column' here"
-_OF_ALL = "{theirs}, if it is the same for every model, is '{ours}' here"
 
 _LAMBDA = {"lambda": (_SAME, "alpha")}
-_SCALED = {**_LAMBDA, "weight": (_OF_ALL, "alpha")}
+_SCALED = {**_LAMBDA, "weight": (_SAME, "weights")}
 _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "linear": {"weight": (_SAME, "weights"), "normalize": (_SAME, "normalise")},
     "task_arithmetic": _SCALED,
-    "ties": {**_LAMBDA, "density": (_SAME, "keep")},
+    "ties": {**_SCALED, "density": (_SAME, "keep")},
     "dare_task_arithmetic": {**_SCALED, "density": (_COMPLEMENT, "drop")},
-    "dare_ties": {**_LAMBDA, "density": (_COMPLEMENT, "drop")},
-    "della": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_COMPLEMENT, "drop"), "epsilon": (_HALF, "window")},
+    "dare_ties": {**_SCALED, "density": (_COMPLEMENT, "drop")},
+    "della": {**_SCALED, "density": (_COMPLEMENT, "drop"), "epsilon": (_HALF, "window")},
     "breadcrumbs": {**_SCALED, "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
     "model_stock": {"filter_wise": (_TRUE_BY_ROW, "scope")},
     "sce": {"select_topk": (_SAME, "select")},
@@ -31,7 +30,7 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "epsilon": (_HALF, "window"),
         "normalize": (_SAME, "normalise"),
     },
-    "breadcrumbs_ties": {**_LAMBDA, "weight": (_SAME, "weights"), "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
+    "breadcrumbs_ties": {**_SCALED, "density": (_SAME, "keep"), "gamma": (_SAME, "outliers")},
     "nuslerp": {
         "weight": (_SAME, "weights"),
         "nuslerp_flatten": (_FALSE_BY_ROW, "scope"),
@@ -40,7 +39,7 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "multislerp": {"weight": (_SAME, "weights"), "normalize_weights": (_SAME, "normalise")},
     "karcher": {"max_iter": (_SAME, "iterations"), "tol": (_SAME, "tolerance")},
     "ram_plus": {"r": (_SAME, "strength")},
-    "knots_ties": {**_LAMBDA, "density": (_SAME, "keep")},  # of ties, which it runs
+    "knots_ties": {**_SCALED, "density": (_SAME, "keep")},  # of ties, which it runs
 }
 
 

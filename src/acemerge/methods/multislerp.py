@@ -42,6 +42,7 @@ class MultislerpOptions(Options):
     paper="Goddard, Multi-SLERP, goddard.blog, 2025; from mergekit",
     touches="all",
     ordered=True,
+    takes_base=True,
     low_rank=lambda options: "both" if options.of == "changes" else None,
     facts={
         "agreement": "length of the mean of the unit vectors: 1 if all experts point the same way, 0 if they cancel",

@@ -46,6 +46,7 @@ class NuslerpOptions(Options):
     touches="all",
     experts=2,
     ordered=True,
+    takes_base=True,
     facts={"cosine": "between what is joined of the two experts; the mean, where there are several arcs"},
     flops=lambda tasks, rows, columns: 8.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: 2.0 * rows * columns,  # noqa: ARG005

@@ -117,7 +117,7 @@ class Merged:
 
 Kernel = Callable[..., "Merged | Tensor"]
 Cost = Callable[[int, int, int], float]
-Elementwise = bool | Callable[[Any], bool]
+OfOptions = bool | Callable[[Any], bool]
 Facts = Mapping[str, str] | Callable[[Any], Mapping[str, str]]
 LowRank = Sides | Callable[[Any], Sides | None] | None
 PartsCost = Callable[[Any, int, int, int], float]
@@ -143,9 +143,11 @@ class Method:
     uses: Uses
     experts: int | None
     ordered: bool
+    takes_base: bool
+    always: OfOptions
     per_task: bool
     closed_form: bool
-    elementwise: Elementwise
+    elementwise: OfOptions
     low_rank: LowRank
     facts: Facts
     flops: Cost
@@ -172,6 +174,10 @@ class Method:
     def is_elementwise(self, options: Options) -> bool:
         """Whether each merged entry depends on that entry of the task vectors alone, so that pieces can be merged one by one."""
         return self.elementwise(options) if callable(self.elementwise) else self.elementwise
+
+    def is_always_called(self, options: Options) -> bool:
+        """Whether it may change even a tensor that no expert changed."""
+        return self.always(options) if callable(self.always) else self.always
 
     def core_sides(self, options: Options) -> Sides | None:
         """On which sides of low-rank task vectors it may work in their small common core instead; None: on neither."""
@@ -269,9 +275,11 @@ def method(
     uses: Uses = "weights",
     experts: int | None = None,
     ordered: bool = False,
+    takes_base: bool = False,
+    always: OfOptions = False,
     per_task: bool = False,
     closed_form: bool = False,
-    elementwise: Elementwise = False,
+    elementwise: OfOptions = False,
     low_rank: LowRank = None,
     facts: Facts = MappingProxyType({}),
     flops: Cost = lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
@@ -287,8 +295,10 @@ def method(
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
     pass. `uses` says what it needs: the "weights" alone, or also "data" of every expert's task; its kernel then finds in
     `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `experts` is the number
-    of experts it takes, if only one number will do; `ordered` says that their order matters; `per_task` that it makes one model
-    per task, not one merged model; `closed_form` that it solves a system of the experts' covariances, by which lists of methods
+    of experts it takes, if only one number will do; `ordered` says that their order matters; `takes_base` that the base
+    may be one of them, since it is their weights that are joined, whatever they are measured against; `always`, or what it gives
+    for the options, that it may change even a tensor that no expert changed; `per_task` that it makes one model per task, not
+    one merged model; `closed_form` that it solves a system of the experts' covariances, by which lists of methods
     tell it from those that work on singular directions. `elementwise`, or what it gives for the options, says that each entry
     of the result depends on that entry of the task vectors only (and on the statistics, which then see pieces of tensors, in
     several threads), that there are no facts or warnings, and that `context.base` is not used: tensors are then merged a piece
@@ -308,7 +318,8 @@ def method(
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
             options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, experts=experts, ordered=ordered,
-            per_task=per_task, closed_form=closed_form, elementwise=elementwise, low_rank=low_rank, facts=facts, flops=flops,
+            takes_base=takes_base, always=always, per_task=per_task, closed_form=closed_form, elementwise=elementwise,
+            low_rank=low_rank, facts=facts, flops=flops,
             float64_elements=float64_elements, measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel

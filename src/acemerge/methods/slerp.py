@@ -31,6 +31,7 @@ class SlerpOptions(Options):
     touches="all",
     experts=2,
     ordered=True,
+    takes_base=True,
     facts={"cosine": "between the two experts", "path": "an arc, or a chord where they are parallel"},
     flops=lambda tasks, rows, columns: 6.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: 2.0 * rows * columns,  # noqa: ARG005

@@ -9,13 +9,22 @@ from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
+from acemerge.methods.expert_weights import (
+    ExpertWeights,
+    check_count,
+    check_each,
+    each_expert,
+    split_list,
+    weight_each,
+)
 from acemerge.methods.registry import Context, Options, method
 from acemerge.numerics.linalg import row_blocks, weighted_sum
 from acemerge.numerics.thresholds import MagnitudeThresholds, trim
 
+Share = Annotated[float, Field(gt=0, le=1)]
 Prepare = Callable[[Tensor, Context], Tensor]
 
 
@@ -23,11 +32,21 @@ Prepare = Callable[[Tensor, Context], Tensor]
 class TiesOptions(Options):
     """Defaults are the paper's without validation data: keep 20% of the whole task vector, disjoint mean, scale 1."""
 
-    keep: Annotated[float, Field(gt=0, le=1, description="share of largest entries kept, 0.2 = 20%; 1 trims nothing")] = 0.2
+    keep: Annotated[
+        Share | tuple[Share, ...],
+        BeforeValidator(split_list),
+        Field(description="share of largest entries kept, 0.2 = 20%; 1 trims nothing; one for all experts, or one each"),
+    ] = 0.2
     merge: Annotated[Literal["mean", "sum"], Field(description="of the agreeing entries: their mean (the paper) or sum")] = "mean"
     scope: Annotated[
         Literal["model", "tensor"], Field(description="one threshold per expert over the whole model, or one per tensor")
     ] = "model"
+    weights: ExpertWeights = "equal"
+
+    def check(self, experts: int) -> None:
+        """One number per expert."""
+        check_each("keep", self.keep, experts)
+        check_count(self.weights, experts)
 
 
 _COUNTING = Lock()  # of all threads; not an attribute, because statistics travel between processes
@@ -39,7 +58,7 @@ class TiesStatistics:
     def __init__(self, options: TiesOptions, prepare: Prepare | None = None) -> None:
         self._options, self._prepare = options, prepare
         self._thresholds = MagnitudeThresholds(options.keep)
-        self._thresholds_known = options.scope == "tensor" or options.keep >= 1
+        self._thresholds_known = options.scope == "tensor" or all(keep >= 1 for keep in each_expert(options.keep, 1))
         self._tensor_thresholds: dict[str, MagnitudeThresholds] = {}
         self._sign_sum = 0
 
@@ -49,7 +68,8 @@ class TiesStatistics:
         if not self._thresholds_known:
             self._thresholds.observe(prepared, context.experts)
         else:
-            sums = weighted_sum(self.trim(prepared, context), [1.0] * len(prepared))
+            weights = weight_each(self._options.weights, context.experts, context.tensor)
+            sums = weighted_sum(self.trim(prepared, context), weights)
             excess = int(sums.sign_().sum())
             with _COUNTING:
                 self._sign_sum += excess
@@ -93,12 +113,18 @@ class TiesStatistics:
 def elect_and_merge(
     trimmed: Float[Tensor, "task *shape"], merge: str, majority_sign: int, weights: Sequence[float] | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Elect a sign per entry by the sum, then take the mean (or sum) of the entries that have it, weighted if asked."""
+    """Elect a sign per entry by the sum, then take the mean (or sum) of the entries that have it, weighted if asked.
+
+    An expert with a negative weight takes part with its change turned around.
+    """
     entries = trimmed.reshape(len(trimmed), -1)
-    w = torch.tensor(weights or [1.0] * len(trimmed), dtype=torch.float64, device=trimmed.device)
+    given = torch.tensor(weights or [1.0] * len(trimmed), dtype=torch.float64, device=trimmed.device)
+    w, turned = given.abs(), bool((given < 0).any())
     merged = torch.empty(entries.shape[1], dtype=torch.float64, device=trimmed.device)
     for block in row_blocks(len(merged), len(trimmed)):
         u = entries[:, block].double()
+        if turned:
+            u *= given.sign()[:, None]
         # In float64, float32 entries that cancel do so exactly, whatever the experts' order.
         sums = w @ u
         positive = sums >= 0 if majority_sign > 0 else sums > 0  # an exact zero takes the majority's sign
@@ -128,4 +154,5 @@ def ties(task_vectors: Float[Tensor, "task *shape"], options: TiesOptions, conte
     By default one threshold per expert over the whole model, found exactly in a streaming statistics pass.
     """
     statistics: TiesStatistics = context.statistics
-    return elect_and_merge(statistics.trim(task_vectors, context), options.merge, statistics.majority_sign)
+    weights = weight_each(options.weights, context.experts, context.tensor)
+    return elect_and_merge(statistics.trim(task_vectors, context), options.merge, statistics.majority_sign, weights)

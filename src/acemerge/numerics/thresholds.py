@@ -38,8 +38,9 @@ class MagnitudeThresholds:
     c is the (d - floor(d * keep))-th smallest of the d magnitudes (rounded to float32); with keep = 1 nothing is dropped.
     """
 
-    def __init__(self, keep: float) -> None:
-        self._keep = keep
+    def __init__(self, keep: float | Sequence[float]) -> None:
+        self._keep = keep  # of all experts, or of each in the order in which they are observed
+        self._keep_of: dict[str, float] = {}
         self._counts: dict[str, NDArray[np.intp]] = {}
         self._chosen: dict[str, tuple[int, int]] | None = None
         """After the first pass, per expert: the upper half of the threshold's bits, and its rank among those that share it."""
@@ -49,6 +50,8 @@ class MagnitudeThresholds:
         """Count one tensor's magnitudes, or a piece's: their upper halves in the first pass, then the lower halves of those that
         matter. May be called from several threads.
         """
+        keep = self._keep if isinstance(self._keep, Sequence) else [self._keep] * len(experts)
+        self._keep_of.update(zip(experts, keep, strict=True))
         for expert, task_vector in zip(experts, task_vectors, strict=True):
             for bits in _bit_patterns(task_vector):
                 half = bits >> 16 if self._chosen is None else bits[bits >> 16 == self._chosen[expert][0]] & 0xFFFF
@@ -58,21 +61,23 @@ class MagnitudeThresholds:
 
     def end_pass(self) -> bool:
         """Narrow down; whether the other half of the bits is still needed."""
-        if self._keep >= 1:
+        if all(keep >= 1 for keep in self._keep_of.values()):
             return False
         if self._chosen is None:
-            self._chosen = {expert: _locate(counts, self._rank(counts)) for expert, counts in self._counts.items()}
+            self._chosen = {expert: _locate(counts, self._rank(expert, counts)) for expert, counts in self._counts.items()}
             self._counts = {}
             return True
         for expert, (upper, rank) in self._chosen.items():
+            if self._keep_of[expert] >= 1:
+                continue
             lower, _ = _locate(self._counts[expert], rank)
             self._thresholds[expert] = float(torch.tensor(upper << 16 | lower, dtype=torch.int32).view(torch.float32))
         self._counts = {}
         return False
 
-    def _rank(self, counts: NDArray[np.intp]) -> int:
+    def _rank(self, expert: str, counts: NDArray[np.intp]) -> int:
         total = int(counts.sum())
-        return max(1, total - count_of_share(total, self._keep))
+        return max(1, total - count_of_share(total, self._keep_of[expert]))
 
     def threshold(self, expert: str) -> float:
         """The smallest magnitude that is kept."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def write_documents(
         write_adapter_config(plan, sources, folder)
     else:
         for path in plan.base.side_files():
-            copy_side_file(path, folder, plan.recipe.dtype)
+            copy_side_file(path, folder, plan.recipe.dtype, plan.base.config_changes)
         _write_index(plan, folder)
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
@@ -71,7 +70,7 @@ def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
         "base": base,
         "experts": [{"model": name, "name": expert.name} for name, expert in zip(experts, plan.experts, strict=True)],
         "method": plan.method.name,
-        "options": asdict(plan.options),
+        "options": plan.asked_options,
         "preset": plan.family.name,
         "orientation": plan.recipe.orientation,
         **{key: value for key, value in fields.items() if key not in ("method", "preset", "orientation")},

@@ -39,7 +39,8 @@ def refused_strangers(plan: Plan) -> list[str]:
 def _find_distant(plan: Plan) -> list[tuple[str, float]]:
     """What to say of the experts that do not look like fine-tunes of this base, by the first entries of a few matrices."""
     found = []
-    for index, expert in enumerate(plan.experts):
+    experts = [] if plan.recipe.slices else plan.experts  # a layer need not be akin to the one whose place it takes
+    for index, expert in enumerate(experts):
         pairs = _matrices_of(plan, index)
         chosen = [pairs[i * (len(pairs) - 1) // (_MATRICES - 1)] for i in range(_MATRICES)] if pairs else []
         cosines = [_cosine(plan.base.read(planned.name), expert.read(name)) for planned, name in chosen]
@@ -71,7 +72,7 @@ def _cosine(base: Tensor, expert: Tensor) -> float | None:
 def _find_copies(plan: Plan) -> Iterator[str]:
     """Experts that are the base, weight for weight. Any other is known by the first tensor that differs."""
     for index, expert in enumerate(plan.experts):
-        if expert.changes is not None:
+        if expert.changes is not None or plan.method.takes_base:
             continue
         own = [(t.name, s.name) for t in computed(plan.tensors) for s in t.fate.experts if s.expert == index and s.name]
         if own and all(_same(plan.base.read(name), expert.read(theirs)) for name, theirs in own):

@@ -56,6 +56,17 @@ def depths(names: Iterable[str]) -> dict[str, int | None]:
     return {name: None if place is None else order[place] for name, place in places.items()}
 
 
+def relative_depths(names: Iterable[str]) -> dict[str, float]:
+    """Name -> 0 in the first layer, 1 in the last (or only) one, 0 outside of layers.
+
+    >>> relative_depths(["wte.weight", "h.0.w", "h.1.w", "h.2.w"])
+    {'wte.weight': 0.0, 'h.0.w': 0.0, 'h.1.w': 0.5, 'h.2.w': 1.0}
+    """
+    found = depths(names)
+    last = max((depth for depth in found.values() if depth is not None), default=0)
+    return {name: 0.0 if depth is None else depth / last if last else 1.0 for name, depth in found.items()}
+
+
 def _place(name: str) -> tuple[str, tuple[int, ...]] | None:
     """Where a layer is: what its name begins with (an encoder, a decoder), and the numbers of stage and layer."""
     parts = name.split(".")

@@ -22,6 +22,7 @@ from acemerge.planning.fates import Action
 from acemerge.planning.shares import ACTIONS, weights_by_fate
 from acemerge.planning.tensor import PlannedTensor, computed, is_computed
 from acemerge.recipe.recipe import Recipe
+from acemerge.recipe.values import varies
 from acemerge.version import __version__
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -80,6 +81,17 @@ class Plan:
     def kinship(self) -> tuple[str, ...]:
         """All that the weights say of the experts."""
         return (*self.strangers, *self.doubts)
+
+    @property
+    def asked_options(self) -> dict[str, Any]:
+        """Every option with its value; of those that vary, how they do."""
+        return {**asdict(self.options), **{name: value for name, value in self.recipe.options.items() if varies(value)}}
+
+    @property
+    def varying_options(self) -> tuple[str, ...]:
+        """Those of the method, or of a rule, that are not the same everywhere."""
+        asked = [self.recipe.options, *(rule.options for rule in self.recipe.tensors)]
+        return tuple(dict.fromkeys(name for options in asked for name, value in options.items() if varies(value)))
 
     @property
     def per_task_methods(self) -> list[str]:
@@ -141,7 +153,7 @@ class Plan:
             "experts": [expert.name for expert in self.experts],
             "family": self.family.name,
             "method": self.method.name,
-            "options": asdict(self.options),
+            "options": self.asked_options,
             "orientation": self.recipe.orientation,
             "saved_as": self.recipe.save_as,
             "per_task": bool(self.per_task_methods),

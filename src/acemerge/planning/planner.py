@@ -31,13 +31,16 @@ from acemerge.numerics.frame import Sides
 from acemerge.planning.as_adapter import plan_as_adapter
 from acemerge.planning.data import ExpertLayers, PlannedData
 from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged
+from acemerge.planning.layer_names import relative_depths
 from acemerge.planning.origins import origin_notes
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why
+from acemerge.planning.slices import slice_of_each
 from acemerge.planning.tensor import Planned, PlannedTensor, computed
 from acemerge.planning.tokenizers import tokenizer_notes
 from acemerge.planning.view import View
 from acemerge.recipe.recipe import Recipe, TensorRule
+from acemerge.recipe.values import Place, values_at, varies
 
 
 def build_plan(
@@ -66,13 +69,17 @@ class _Planner:
     ) -> None:
         self.recipe, self.base, self.experts, self.config, self.data, self.layers = recipe, base, experts, config, data, layers
         self.problems: list[str] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = list(recipe.notes)
         self.unlike_heads: list[str] = []
         self.strangers: dict[str, list[str]] = {}
         self.miscounts: dict[str, list[str]] = {}
+        self.seen_options: dict[tuple[str, Options], Options] = {}  # so that equal ones are the same
         self.family = choose_family(recipe.preset, config, base.tensors)
         self.method = get_method(recipe.method)
-        self.options = self.method.options(recipe.options).resolve(config)
+        self.expert_names = tuple(expert.name for expert in experts)
+        self.depths = relative_depths(base.tensors)
+        self.slices = slice_of_each(list(base.tensors), recipe.slices) if recipe.slices else {}
+        self.options = self._options_at(self.method, recipe.options, next(iter(base.tensors)), self.expert_names)
         self.omitted = tied_names(base, config)
         # expert index -> {name in the base: name in the expert}
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
@@ -112,12 +119,15 @@ class _Planner:
     def _check_models(self) -> None:
         models = (self.base, *self.experts)
         for one, other in combinations(models, 2):
+            if one is self.base and self.method.takes_base:
+                continue
             if one.files and other.files and all(a.samefile(b) for a, b in zip(one.files, other.files, strict=False)):
                 self.problems.append(f"{one.where} and {other.where} are the same files; give each model once")
         for model in models:
             if "quantization_config" in model.config:
                 self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
-        self.problems.extend(_miscounts(self.method, self.options, len(self.experts)))
+        if not self.recipe.slices:  # whose tensors have as many experts as each slice says
+            self.problems.extend(_miscounts(self.method, self.options, len(self.experts)))
         for expert in self.experts:
             if kinds := self._other_kind(expert):
                 self.notes.append(f"expert '{expert.name}' is another kind of model than the base{kinds}")
@@ -153,10 +163,10 @@ class _Planner:
             self._note_shapes(name, header, sources)
             return Kept(reason=reason)
         self._check_shapes(name, header, sources)
-        method, options = self._method_for(rule)
+        method, options = self._method_for(rule), self._options_for(rule, name, sources)
         if action == "averaged":
             method, options = get_method("average"), get_method("average").options({"alpha": options.alpha})
-        elif options is not self.options or (self.recipe.missing == "skip" and len(sources) < len(self.experts)):
+        elif options is not self.options or len(sources) < len(self.experts) or self.recipe.slices:
             for problem in _miscounts(method, options, len(sources)):
                 self.miscounts.setdefault(problem, []).append(name)
         whole = all(their_name not in (expert.changes or {}) for expert, their_name in self._present(sources))
@@ -210,21 +220,43 @@ class _Planner:
                 return rule
         return None
 
-    def _method_for(self, rule: TensorRule | None) -> tuple[Method, Options]:
-        if rule is None or (rule.method is None and not rule.options):
-            return self.method, self.options
+    def _method_for(self, rule: TensorRule | None) -> Method:
+        if rule is None or rule.method is None:
+            return self.method
         try:
-            method = get_method(rule.method or self.recipe.method)
-            inherited = self.recipe.options if method is self.method else {}
-            return method, method.options({**inherited, **rule.options}).resolve(self.config)
+            return get_method(rule.method)
         except InputError as error:
             raise InputError(f"recipe rule '{rule.match}': {error}") from None
+
+    def _options_for(self, rule: TensorRule | None, name: str, sources: Sequence[ExpertTensor]) -> Options:
+        """Of one tensor: the recipe's, changed by its slice and its rule, with the values that they have here."""
+        asked, method = self._asked_in_slice(name), self._method_for(rule)
+        changed = rule is not None and (rule.method is not None or bool(rule.options))
+        if not changed and asked is self.recipe.options and not any(map(varies, asked.values())):
+            return self.options
+        experts = tuple(self.expert_names[source.expert] for source in sources)
+        if rule is None or not changed:
+            return self._options_at(method, asked, name, experts)
+        try:
+            return self._options_at(method, {**(asked if method is self.method else {}), **rule.options}, name, experts)
+        except InputError as error:
+            raise InputError(f"recipe rule '{rule.match}': {error}") from None
+
+    def _asked_in_slice(self, name: str) -> Mapping[str, Any]:
+        own = self.recipe.slices[self.slices[name][0]].options if name in self.slices else {}
+        return {**self.recipe.options, **own} if own else self.recipe.options
+
+    def _options_at(self, method: Method, asked: Mapping[str, Any], name: str, experts: tuple[str, ...]) -> Options:
+        depth = self.slices[name][1] if name in self.slices else self.depths[name]
+        values = values_at(asked, Place(name, depth), experts, self.expert_names)
+        options = method.options(values).resolve(self.config)
+        return self.seen_options.setdefault((method.name, options), options)
 
     def _action(
         self, name: str, header: TensorHeader, rule: TensorRule | None, sources: tuple[ExpertTensor, ...]
     ) -> tuple[Action, Reason]:
         """Merged, averaged or kept, for a weight that at least one expert has."""
-        method, _ = self._method_for(rule)
+        method = self._method_for(rule)
         asked = Reason(Why.RULE, rule.match) if rule else Reason(Why.METHOD)
         if rule is not None and rule.do == "average":
             return "averaged", asked
@@ -311,7 +343,11 @@ class _Planner:
     def _report_missing(self, tensors: Sequence[PlannedTensor]) -> None:
         taking_part = computed(tensors)
         for index, expert in enumerate(self.experts):
-            lacking = [t.name for t in taking_part if all(source.expert != index for source in t.experts)]
+            lacking = [
+                t.name
+                for t in taking_part
+                if all(source.expert != index for source in t.experts) and not self._left_out(t.name, expert.name)
+            ]
             if not lacking:
                 continue
             listing = _some(lacking)
@@ -329,6 +365,10 @@ class _Planner:
             self.problems.append(
                 f"base {self.base.where} and the experts have no weights in common to merge; are these fine-tunes of this base?"
             )
+
+    def _left_out(self, name: str, expert: str) -> bool:
+        """Whether a slice leaves this expert out on purpose."""
+        return name in self.slices and expert not in self.recipe.slices[self.slices[name][0]].layers
 
     def _note_changes_left_out(self, tensors: Sequence[PlannedTensor]) -> None:
         """An adapter stores only what it was told to change. What stays at the base nevertheless, unasked, is worth knowing."""

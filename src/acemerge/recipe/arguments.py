@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from acemerge.errors import InputError
+from acemerge.recipe.mergekit import convert, is_mergekit
 from acemerge.recipe.recipe import Recipe, make_recipe, read_recipe
+from acemerge.recipe.values import from_text
 
 
 def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -> tuple[Recipe, Path]:
@@ -17,6 +20,8 @@ def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -
     if len(models) == 1 and models[0].endswith((".yaml", ".yml")):
         path = Path(models[0])
         fields, origin = read_recipe(path), models[0]
+        if is_mergekit(fields):
+            fields = convert(fields, path)
         if not isinstance(fields.get("options") or {}, dict):
             raise InputError(f"{origin}: options: write them as a mapping of names to values")
         relative_to = path.parent
@@ -77,8 +82,26 @@ def parse_lists(settings: Sequence[str]) -> dict[str, list[Any]]:
     return lists
 
 
-def parse_value(text: str) -> bool | int | float | str:
-    """true, false, a decimal number, or text."""
+def weights_text(given: str) -> str:
+    """`--weights` as the value of an option.
+
+    >>> weights_text("0.7,0.3"), weights_text("math=0.7,code=0.3")
+    ('0.7,0.3', '{"math": 0.7, "code": 0.3}')
+    """
+    if "=" not in given:
+        return given
+    named = {}
+    for part in given.split(","):
+        expert, equals, weight = part.rpartition("=")
+        value = parse_value(weight.strip()) if equals else None
+        if isinstance(value, str | bool | None) or expert.strip() in named:
+            raise InputError(f"--weights {given}: write it as EXPERT=NUMBER,EXPERT=NUMBER, each expert once")
+        named[expert.strip()] = value
+    return json.dumps(named)
+
+
+def parse_value(text: str) -> Any:
+    """true, false, a decimal number, a value that varies, or text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -86,4 +109,5 @@ def parse_value(text: str) -> bool | int | float | str:
             return kind(text)
         except ValueError:
             pass
-    return text
+    varying = from_text(text)
+    return text if varying is None else varying

@@ -57,6 +57,27 @@ class TensorRule(_Strict):
         return self
 
 
+class Slice(_Strict):
+    """A run of the output's layers: which layers of which models are merged into them, and what is special about it."""
+
+    layers: dict[str, tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]]
+    """Model ('base', or an expert's name) -> its first layer, and the one after its last."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the method, in these layers; a value by layer goes from the first of them to the last."""
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> Self:
+        lengths = {end - start for start, end in self.layers.values()}
+        if len(lengths) != 1 or min(lengths) < 1:
+            raise ValueError("give each model a run of layers [first, one after the last], all of the same length")
+        return self
+
+    @property
+    def length(self) -> int:
+        """How many layers it makes."""
+        return next(end - start for start, end in self.layers.values())
+
+
 def _as_expert(value: Any) -> Any:
     return {"model": value} if isinstance(value, str) else value
 
@@ -71,6 +92,8 @@ class Recipe(_Strict):
     data: str | None = None
     """For methods that use data: one of the bench's suites, or a folder with a file per expert."""
     tensors: list[TensorRule] = Field(default_factory=list)
+    slices: list[Slice] = Field(default_factory=list)
+    """The output's layers in order, from runs of layers of the models; without, each layer is merged with its like."""
     preset: str = "auto"
     orientation: Orientation = "canonical"
     missing: Literal["error", "skip"] = "error"
@@ -83,6 +106,8 @@ class Recipe(_Strict):
     rank: Annotated[int, Field(ge=1)] | None = None
     """Of an adapter: the largest rank to write; by default the merge's own, which leaves nothing out."""
     shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
+    notes: list[str] = Field(default_factory=list)
+    """For whoever reads the plan or the manifest."""
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""
 
@@ -116,7 +141,8 @@ def _explain(error: dict[str, Any]) -> str:
         return reason
     if error["type"] == "extra_forbidden":
         *path, field = error["loc"]
-        known = TensorRule.model_fields if "tensors" in path else Expert.model_fields
+        kinds: dict[str, type[BaseModel]] = {"tensors": TensorRule, "slices": Slice, "experts": Expert}
+        known = next((kind.model_fields for part, kind in kinds.items() if part in path), Recipe.model_fields)
         return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
     return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"
 

@@ -44,7 +44,7 @@ def heterogeneity_figure(points: Iterable[Point], tau: float) -> list[Figure]:
     return depth_figure("heterogeneity", "How unequal the experts are", caption, drawn, "gamma", {f"tau = {tau:g}": tau})
 
 
-def regulariser_figure(points: Iterable[Point], epsilon: float | str) -> list[Figure]:
+def regulariser_figure(points: Iterable[Point], epsilon: str) -> list[Figure]:
     """How much of the system is the ridge."""
     caption = (
         f"The ridge's part of the trace of the system that ACE solves, at epsilon = {epsilon}. Near 0 the experts' covariances "

@@ -15,6 +15,7 @@ from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32
 from acemerge.output.manifest import Manifest, TensorRecord
 from acemerge.planning.layer_names import depths, kinds_in_order, layers_of
 from acemerge.planning.shares import ACTIONS, shares_told
+from acemerge.recipe.values import as_text
 from acemerge.reports.facts import facts_told, title
 from acemerge.reports.figure import Figure
 from acemerge.reports.layer_figures import (
@@ -63,7 +64,7 @@ def merge_page(account: Manifest) -> Page:
 
 
 def _facts(account: Manifest) -> dict[str, str]:
-    options = ", ".join(f"{name}={value}" for name, value in account.options.items())
+    options = ", ".join(f"{name}={as_text(value)}" for name, value in account.options.items())
     facts = {"method": f"{account.method} ({options})", "preset": account.family, "orientation": account.orientation}
     facts["of all weights"] = shares_told(account.weights)
     if account.saved_as == "adapter":
@@ -140,7 +141,7 @@ def _inactive(account: Manifest) -> Iterator[Finding]:
 def _without(account: Manifest, expert: str) -> str:
     """The same merge of the other experts."""
     others = [name for name in account.experts if name != expert]
-    settings = [word for name, value in account.options.items() for word in ("-s", f"{name}={value}")]
+    settings = [word for name, value in account.options.items() for word in ("-s", f"{name}={as_text(value)}")]
     return (
         shlex.join(["acemerge", "merge", account.base, *others, "-m", account.method, *settings, "-o", "again"]) if others else ""
     )
@@ -159,8 +160,8 @@ def figures(account: Manifest) -> list[Figure]:
         return ((tensor.kind, place[tensor.name], tensor.number(fact)) for tensor in account.merged)
 
     found = []
-    if "tau" in account.options:
-        found += heterogeneity_figure(points("gamma"), float(account.options["tau"]))
+    if isinstance(tau := account.options.get("tau"), int | float):
+        found += heterogeneity_figure(points("gamma"), float(tau))
     found += depth_figure(
         "lengths", "How long the merged change is",
         "The length of the merged change over that of the longest task vector, by layer and kind of matrix. A long change is "
@@ -168,7 +169,7 @@ def figures(account: Manifest) -> list[Figure]:
         points("norm_ratio"), "|M| / max |D|",
     )  # fmt: skip
     if "epsilon" in account.options:
-        found += regulariser_figure(points("ridge_share"), account.options["epsilon"])
+        found += regulariser_figure(points("ridge_share"), as_text(account.options["epsilon"]))
     found += _rank_figure(account, points("rank"))
     return [*found, *_energy_figure(account, place)]
 

@@ -51,7 +51,7 @@ def _merge_each(merges: Sequence[Computation], device: torch.device) -> Iterator
         first = merges[seen.points[0]]
         if not seen.finite:
             yield seen.points, _nonfinite(first.plan, first.planned, device)
-        elif not seen.changed:
+        elif not seen.changed and not get_method(first.planned.fate.method).is_always_called(first.planned.fate.options):
             yield seen.points, _unchanged(first.plan, first.planned)
         else:
             for sharing, merged, facts in compute(merges, seen):

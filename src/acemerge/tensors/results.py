@@ -40,7 +40,8 @@ class MergedFactors:
 def norms(energies: Sequence[float], merged_energy: float) -> dict[str, TensorFact]:
     """How long the merged change is, and against the longest task vector."""
     norm, largest = math.sqrt(merged_energy), math.sqrt(max(energies))
-    return {"norm": norm, "largest_task_norm": largest, "norm_ratio": norm / largest}
+    ratio: dict[str, TensorFact] = {"norm_ratio": norm / largest} if largest else {}  # scaled weights that nobody changed
+    return {"norm": norm, "largest_task_norm": largest, **ratio}
 
 
 def tensor_warnings(planned: PlannedTensor, given: Sequence[str]) -> tuple[str, ...]:
