@@ -284,6 +284,7 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "nan": [{"norm_of": "delta"}, {"norm_of": "delta", "scope": "layer", "scale": "one"}],
     "wudi": [{"mode": "closed_form"}, {"mode": "closed_form", "rtol": 1e-9}],
     "actmat": [{}, {"rtol": 1e-9}],
+    "swudi": [{}, {"keep": 0.1, "steps": 5.0}],
     "knots_ties": [{}, {"shared": "input"}, {"spectrum": "after"}],
     "core_space": [{"inner": inner} for inner in ("tsv_m", "ties", "iso_c", "ace")],
     "ace": [{"tau": 0.0}, {"tau": 1e9}],
@@ -317,7 +318,7 @@ def test_which_methods_have_a_core() -> None:
     found = {method.name: method.core_sides(method.options({}).resolve({})) for method in all_methods()}
     assert {name for name, sides in found.items() if sides == "both"} == {
         "ace", "ace_auto", "actmat", "average", "cart", "core_space", "iso_c", "iso_cts", "linear", "model_stock", "multislerp",
-        "task_arithmetic", "tsv_m",
+        "swudi", "swudi_a", "task_arithmetic", "tsv_m",
     }  # fmt: skip
     assert {name: sides for name, sides in found.items() if sides in ("out", "in")} == {"knots_ties": "out"}
     for name, options, sides in [

@@ -238,6 +238,19 @@ def pseudo_inverse(gram: Float[Tensor, "n n"], rtol: float) -> tuple[RidgeSolver
     return lambda a: (a @ vectors).div_(values) @ vectors.T, len(values)
 
 
+Gains = Callable[[Tensor], Tensor]
+"""Eigenvalues, none negative and the largest last -> what each of their directions is multiplied by."""
+
+
+def spectral_function(gram: Float[Tensor, "n n"], gains: Gains) -> tuple[RidgeSolver, int]:
+    """`a -> a g(gram)` for a function g of the eigenvalues, and how many directions it does not make zero; `gram` is overwritten."""
+    values, vectors = _leading_eigenpairs(gram, gram.shape[0])
+    g = gains(values.clamp(min=0))
+    used = g != 0
+    g, vectors = g[used], vectors[:, used]
+    return lambda a: (a @ vectors).mul_(g) @ vectors.T, len(g)
+
+
 @dataclass(frozen=True)
 class LeadingDirections:
     """The k leading singular triples of a matrix, U_k, s_1..s_k and V_k, smallest value first."""
