@@ -32,7 +32,10 @@ class SwudiOptions(Options):
 
 
 def filtered_merge(task_vectors: Float[Tensor, "task out in"], context: Context, gains: Gains) -> Merged:
-    """M = theta_0 + (B - theta_0 C) g(C), theta_0 = sum_t tau_t, C = sum_t w_t G_t, B = sum_t w_t tau_t G_t, w_t = 1/|tau_t|^2."""
+    """M = theta_0 + (B - theta_0 C) g(C), theta_0 = sum_t tau_t; C = sum_t w_t G_t, B = sum_t w_t tau_t G_t, w_t = 1/|tau_t|^2.
+
+    With g(l) = f / l that is theta_0 (I - V diag(f) V^T) + B V diag(f / l) V^T for C = V diag(l) V^T.
+    """
     energies = [sum_of_squares(task_vector) for task_vector in task_vectors]
     changed = [t for t, energy in enumerate(energies) if energy > 0]
     start = weighted_sum(task_vectors, [1.0] * len(task_vectors))
