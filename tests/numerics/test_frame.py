@@ -287,6 +287,8 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "swudi": [{}, {"keep": 0.1, "steps": 5.0}],
     "knots_ties": [{}, {"shared": "input"}, {"spectrum": "after"}],
     "core_space": [{"inner": inner} for inner in ("tsv_m", "ties", "iso_c", "ace")],
+    "svc": [{"inner": inner} for inner in ("task_arithmetic", "tsv_m", "knots_ties")],
+    "subspace_boosting": [{"inner": inner} for inner in ("task_arithmetic", "knots_ties")],
     "ace": [{"tau": 0.0}, {"tau": 1e9}],
 }
 _WITH_CORE = [
@@ -318,7 +320,7 @@ def test_which_methods_have_a_core() -> None:
     found = {method.name: method.core_sides(method.options({}).resolve({})) for method in all_methods()}
     assert {name for name, sides in found.items() if sides == "both"} == {
         "ace", "ace_auto", "actmat", "average", "cart", "core_space", "iso_c", "iso_cts", "linear", "model_stock", "multislerp",
-        "swudi", "swudi_a", "task_arithmetic", "tsv_m",
+        "star", "subspace_boosting", "svc", "swudi", "swudi_a", "task_arithmetic", "tsv_m",
     }  # fmt: skip
     assert {name: sides for name, sides in found.items() if sides in ("out", "in")} == {"knots_ties": "out"}
     for name, options, sides in [
@@ -330,6 +332,8 @@ def test_which_methods_have_a_core() -> None:
         ("model_stock", {"scope": "row"}, None),
         ("multislerp", {"of": "weights"}, None),
         ("core_space", {"inner": "nan"}, None),
+        ("svc", {"inner": "ties"}, None),
+        ("svc", {"inner": "knots_ties"}, "out"),
     ]:
         method = get_method(name)
         assert method.core_sides(method.options(options)) == sides, (name, options)

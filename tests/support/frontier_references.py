@@ -26,9 +26,9 @@ def reference_swudi(tau: Array, *, steps: float = 300.0, keep: float = 0.65) -> 
     theta0 = tau.sum(0)
     M = theta0.copy()
     for i in range(n - K, n):
-        l, v = max(values[i], 1e-300), V[:, i : i + 1]
-        f = 1 - math.exp(-l * steps) if l * steps > 1e-8 else l * steps
-        M += -f * theta0 @ v @ v.T + f / l * B @ v @ v.T
+        value, v = max(values[i], 1e-300), V[:, i : i + 1]
+        f = 1 - math.exp(-value * steps) if value * steps > 1e-8 else value * steps
+        M += -f * theta0 @ v @ v.T + f / value * B @ v @ v.T
     return np.asarray(M)
 
 
@@ -39,3 +39,32 @@ def reference_swudi_a(tau: Array) -> Array:
     K = math.ceil(np.sqrt(values).sum() ** 2 / values.sum() - 1e-9)
     V_K, l_K = V[:, -K:], values[-K:]
     return np.asarray(tau.sum(0) @ (np.eye(len(C)) - V_K @ V_K.T) + B @ V_K @ np.diag(1 / l_K) @ V_K.T)
+
+
+def reference_svc(tau: Array, D: Array, a: float) -> Array:
+    """The calibrated D, direction by direction."""
+    U, s, Vh = np.linalg.svd(D, full_matrices=False)
+    M = np.zeros_like(D)
+    for i in range(len(s)):
+        b = U[:, i] @ D
+        projections = []
+        for delta in tau:
+            c = U[:, i] @ delta
+            projections.append(max(float(b @ c) / max(float(c @ c), 1e-12), a))
+        M += len(tau) / sum(projections) * s[i] * np.outer(U[:, i], Vh[i])
+    return M
+
+
+def reference_boosting(D: Array, share: float) -> Array:
+    U, s, Vh = np.linalg.svd(D, full_matrices=False)
+    cutoff = next(i for i in range(len(s)) if s[: i + 1].sum() / s.sum() >= share - 1e-12)
+    return np.asarray(U @ np.diag([max(value, s[cutoff]) for value in s]) @ Vh)
+
+
+def reference_star(tau: Array, *, keep: float = 0.4) -> Array:
+    total = np.zeros(tau.shape[1:])
+    for delta in tau:
+        U, s, Vh = np.linalg.svd(delta, full_matrices=False)
+        k = next(k for k in range(1, len(s) + 1) if s[:k].sum() >= keep * s.sum() * (1 - 1e-12))
+        total += U[:, :k] @ np.diag(s[:k] * s.sum() / s[:k].sum()) @ Vh[:k]
+    return total / len(tau)
