@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from spectral_cases import Array
+from spectral_references import polar, truncated
 
 
 def wudi_system(tau: Array) -> tuple[Array, Array]:
@@ -68,3 +69,68 @@ def reference_star(tau: Array, *, keep: float = 0.4) -> Array:
         k = next(k for k in range(1, len(s) + 1) if s[:k].sum() >= keep * s.sum() * (1 - 1e-12))
         total += U[:, :k] @ np.diag(s[:k] * s.sum() / s[:k].sum()) @ Vh[:k]
     return total / len(tau)
+
+
+def reference_dc_merge(
+    tau: Array, *, rank: int | None = None, smoothing: str = "none", ratio: float = 5.0, density: float = 1e-3
+) -> Array:
+    """For experts of full rank whose number divides min(m, n), as published: dense masks, all of A_t at once."""
+    T, m, n = tau.shape
+    r = min(m, n)
+    q = r // T if rank is None else rank
+    side = r if rank is None else q * T
+    X, Y, parts = np.zeros((m, side)), np.zeros((side, n)), []
+    for t in range(T):
+        U, s, Vh = np.linalg.svd(tau[t], full_matrices=False)
+        e = s[:q]
+        if smoothing == "average":
+            e = np.full(q, e.sum() / q)
+        elif smoothing == "linear":
+            line = np.linspace(min(ratio, e[0] / e[-1]), 1, q)
+            e = line * e.sum() / line.sum()
+        X[:, t * q : (t + 1) * q], Y[t * q : (t + 1) * q] = U[:, :q], Vh[:q]
+        parts.append(U[:, :q] @ np.diag(e) @ Vh[:q])
+    P, Q = polar(X), polar(Y)
+    A = np.stack([P.T @ part @ Q.T for part in parts])
+    kk = max(1, math.floor(density * side**2 + 1e-9))
+    for t in range(T):
+        threshold = np.sort(np.abs(A[t]).ravel())[::-1][kk - 1]
+        A[t][np.abs(A[t]) < threshold * (1 - 1e-9)] = 0
+    sign = np.sign(A.sum(0))
+    B = np.zeros((side, side))
+    for i in range(side):
+        for j in range(side):
+            agreeing = [A[t, i, j] for t in range(T) if np.sign(A[t, i, j]) == sign[i, j] != 0]
+            if agreeing and i // q == j // q:
+                B[i, j] = sum(agreeing) / len(agreeing)
+    return np.asarray(P @ B @ Q)
+
+
+def reference_resmerge(tau: Array, *, directions: int = 1, head_share: float = 0.2, trust: float = 0.3) -> Array:
+    T = len(tau)
+    H = np.stack([truncated(delta, directions) for delta in tau])
+    R = tau - H
+    lengths = [np.linalg.norm(residual) for residual in R]
+    q = np.stack([residual / length for residual, length in zip(R, lengths, strict=True)])
+    g = q.sum(0) / np.linalg.norm(q.sum(0))
+    c = min(1.0, max(0.0, float(np.mean([np.sum(q[t] * g) for t in range(T)]))))
+    pairs = [(s, t) for s in range(T) for t in range(s)]
+    pbar = float(np.mean([np.sum(q[s] * q[t]) for s, t in pairs])) if pairs else 1.0
+    beta = 1 - trust * 0.5 * ((pbar + 1) / 2 + (c + 1) / 2)
+    A = R.mean(0) if c <= 1 / math.sqrt(T) + 1e-12 else c**beta * float(np.mean(lengths)) * g
+    cosines = [np.sum(H[s] * H[t]) / np.linalg.norm(H[s]) / np.linalg.norm(H[t]) for s, t in pairs]
+    SH = float(np.mean([max(0.0, cosine) for cosine in cosines])) if pairs else 1.0
+    Hbar = H.mean(0)
+    return np.asarray(A + head_share * SH * np.linalg.norm(A) * Hbar / np.linalg.norm(Hbar))
+
+
+def reference_tact(tau: Array, *, keep: float = 0.5, rtol: float | None = None) -> Array:
+    _, m, n = tau.shape
+    S, N = np.zeros((n, n)), np.zeros((m, n))
+    for delta in tau:
+        e = np.zeros(m * n)
+        largest = np.argsort(-np.abs(delta.ravel()), kind="stable")[: max(1, round(keep * m * n))]
+        e[largest] = delta.ravel()[largest]
+        C = e.reshape(m, n).T @ e.reshape(m, n)
+        S, N = S + C, N + delta @ C
+    return np.asarray(N @ np.linalg.pinv(S, rcond=n * 2.0**-23 if rtol is None else rtol, hermitian=True))

@@ -33,7 +33,7 @@ class InnerOptions(Options):
         inner = get_method(self.inner)
         if inner.name == self.outer or inner.per_task or inner.experts is not None or inner.uses == "data":
             raise InputError(
-                f"method '{self.outer}': inner={self.inner!r} is not allowed: it must make one model from any number of experts by "
+                f"method '{self.outer}': inner={self.inner!r} is not allowed: it must make one model of any number of experts by "
                 "the weights alone, such as tsv_m, iso_c or ties"
             )
         return self
