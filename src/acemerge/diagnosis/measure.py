@@ -30,7 +30,7 @@ from acemerge.numerics.frame import Frame, standard_frame
 from acemerge.numerics.linalg import directions_flops
 from acemerge.output.input_hashes import Hashes, hashing_inputs
 from acemerge.output.model_card import public_names
-from acemerge.planning.layer_names import depths, kind_of
+from acemerge.layer_names import depths, kind_of
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, core_shape, is_computed
