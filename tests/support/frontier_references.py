@@ -134,3 +134,63 @@ def reference_tact(tau: Array, *, keep: float = 0.5, rtol: float | None = None) 
         C = e.reshape(m, n).T @ e.reshape(m, n)
         S, N = S + C, N + delta @ C
     return np.asarray(N @ np.linalg.pinv(S, rcond=n * 2.0**-23 if rtol is None else rtol, hermitian=True))
+
+
+def orthonormal(columns: Array, cut: float = 1e-6) -> Array:
+    """Left singular vectors whose value is above the cut, in terms of the largest if that is above 1."""
+    if not columns.size:
+        return columns
+    U, s, _ = np.linalg.svd(columns, full_matrices=False)
+    return np.asarray(U[:, s > cut * max(1.0, s[0])])
+
+
+def reference_pact_bases(tau: Array, W0: Array, *, base_share: float = 0.8, rewritten: int = 10) -> list[Array]:
+    """R_t: what each expert relies on."""
+    r = min(W0.shape)
+    V0 = np.linalg.svd(W0)[2][: max(1, math.floor(base_share * r + 1e-9))].T
+    bases = []
+    for delta in tau:
+        V = np.linalg.svd(delta)[2][: min(rewritten, r)].T
+        bases.append(orthonormal((np.eye(len(V0)) - V @ V.T) @ V0))
+    return bases
+
+
+def reference_pact_filter(tau: Array, W0: Array, *, base_share: float = 0.8, rewritten: int = 10) -> Array:
+    R = reference_pact_bases(tau, W0, base_share=base_share, rewritten=rewritten)
+    filtered = []
+    for j, delta in enumerate(tau):
+        S = orthonormal(np.concatenate([R[t] for t in range(len(tau)) if t != j], axis=1))
+        filtered.append(delta - delta @ S @ S.T)
+    return np.stack(filtered)
+
+
+def reference_pico_filter(tau: Array) -> Array:
+    T = len(tau)
+    U, s, _ = np.linalg.svd(np.concatenate(list(tau), axis=1), full_matrices=False)
+    c = s**2 / np.sum(s**2)
+    a = 1 / (1 + (T - 1) * c)
+    return np.stack([delta + U @ np.diag(a - 1) @ U.T @ delta for delta in tau])
+
+
+def mean_length(M: Array, tau: Array) -> Array:
+    """M as long as the experts are on average."""
+    return np.asarray(M * np.mean([np.linalg.norm(delta) for delta in tau]) / np.linalg.norm(M))
+
+
+def larv_effective_rank(A: Array) -> float:
+    p = np.linalg.svd(A, compute_uv=False) ** 2 / np.linalg.norm(A) ** 2
+    return math.exp(-sum(value * math.log(value) for value in p if value > 1e-300))
+
+
+def larv_commutator(W0: Array, tau: Array) -> float:
+    terms = np.linalg.norm(W0 @ tau.T - tau @ W0.T) + np.linalg.norm(W0.T @ tau - tau.T @ W0)
+    return float(0.5 * terms / np.linalg.norm(W0) / np.linalg.norm(tau))
+
+
+def larv_scores(bases: list[Array], changes: list[Array], layers: list[int], eta: float = 1.0, rho: float = 0.5) -> Array:
+    """One matrix and its number of layer (from 0) after the other."""
+    c = np.array([larv_commutator(W0, tau) for W0, tau in zip(bases, changes, strict=True)])
+    e = np.array([larv_effective_rank(W0) / larv_effective_rank(tau) for W0, tau in zip(bases, changes, strict=True)])
+    z = (c - c.mean()) / (c.std() if c.std() >= 1e-8 else 1.0)
+    d = (np.array(layers) + 1) / (max(layers) + 1)
+    return np.asarray(e**eta * d**rho / (np.log1p(np.exp(z)) + 1))

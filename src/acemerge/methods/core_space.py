@@ -10,7 +10,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.methods.inner import InnerOptions, Prepared, PreparedStatistics, inner_facts, inner_statistics
+from acemerge.methods.inner import InnerOptions, PreparedStatistics, inner_facts, merge_prepared, prepared_statistics
 from acemerge.methods.registry import Alpha, Context, Merged, Method, Options, get_method, method
 from acemerge.numerics.frame import Frame
 from acemerge.numerics.linalg import directions_flops, fixed_signs, leading_directions
@@ -64,13 +64,12 @@ def _basis(factors: list[Tensor]) -> Float[Tensor, "side p"]:
     return leading_directions(stacked, min(stacked.shape)).left
 
 
-def _cores(task_vectors: Tensor, context: Context) -> Prepared:
+def _cores(task_vectors: Tensor, context: Context) -> tuple[Tensor, Context]:
     return core_of(task_vectors, context.frame_of(task_vectors)).cores, replace(context, frame=None)
 
 
 def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> PreparedStatistics | None:
-    gathered = inner_statistics(options, experts)
-    return None if gathered is None else PreparedStatistics(gathered, _cores)
+    return prepared_statistics(options, experts, _cores)
 
 
 def _facts(options: CoreSpaceOptions) -> dict[str, str]:
@@ -101,11 +100,9 @@ def core_space(task_vectors: Float[Tensor, "task out in"], options: CoreSpaceOpt
     p, q = core.cores.shape[1:]
     if not p or not q:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))
-    inner, inner_options = options.inner_method()
     base = None
     if context.base is not None and context.frame is None:  # with a frame nobody asks for it: see `low_rank` above
         base = core.left.T @ context.base.to(core.left) @ core.right
-    gathered = context.statistics.inner if isinstance(context.statistics, PreparedStatistics) else None
-    merged = inner(core.cores, inner_options, replace(context, base=base, statistics=gathered, frame=None))
+    merged = merge_prepared(options, core.cores, replace(context, base=base, frame=None))
     facts = {"core_rows": p, "core_columns": q, **merged.facts}
     return replace(merged, delta=core.left @ merged.delta.double() @ core.right.T, facts=facts)

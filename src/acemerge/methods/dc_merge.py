@@ -69,8 +69,8 @@ class DcMergeOptions(Options):
 def dc_merge(task_vectors: Float[Tensor, "task out in"], options: DcMergeOptions, context: Context) -> Merged:
     """TSV-M's orthogonal directions as coordinates: each expert's largest are kept, signs elected, blocks kept apart.
 
-    P = polar([U_1 ... U_T]), Q = polar([V_1 ... V_T]) of k directions each; A_t = P^T x_t Q is cut to its largest entries, entries
-    that agree with the sign of their sum are averaged, and only those within one expert's k x k block are used: M = P B Q^T.
+    P = polar([U_1 ... U_T]), Q = polar([V_1 ... V_T]) of k directions each. A_t = P^T x_t Q is cut to its largest entries, those
+    that agree with the sign of their sum are averaged, and what lies within one expert's k x k block is used: M = P B Q^T.
     """
     changed, r = changed_tasks(task_vectors), min(context.frame_of(task_vectors).shape)
     k = r // len(changed) if changed else 0

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.methods.registry import Context, Method, Options, Statistics, get_method
+from acemerge.methods.registry import Context, Merged, Method, Options, Statistics, get_method
 from acemerge.numerics.frame import Sides
 
-Prepared = tuple[Tensor, Context]
-"""Task vectors and context, as the inner method gets them."""
+Prepare = Callable[[Tensor, Context], tuple[Tensor, Context]]
+"""Task vectors and context -> both as the inner method gets them."""
 
 Own = TypeVar("Own", bound="InnerOptions")
 
@@ -71,7 +71,7 @@ class PreparedStatistics:
     """What the inner method gathers, of what it is given."""
 
     inner: Statistics
-    prepare: Callable[[Tensor, Context], Prepared]
+    prepare: Prepare
 
     def observe(self, task_vectors: Tensor, context: Context) -> None:
         """See one tensor."""
@@ -80,3 +80,16 @@ class PreparedStatistics:
     def end_pass(self) -> bool:
         """As the inner method says."""
         return self.inner.end_pass()
+
+
+def prepared_statistics(options: InnerOptions, experts: tuple[str, ...], prepare: Prepare) -> PreparedStatistics | None:
+    """The same, if the inner method gathers anything."""
+    gathered = inner_statistics(options, experts)
+    return None if gathered is None else PreparedStatistics(gathered, prepare)
+
+
+def merge_prepared(options: InnerOptions, task_vectors: Tensor, context: Context) -> Merged:
+    """The inner method's merge of what was prepared for it, with what it gathered of that."""
+    inner, inner_options = options.inner_method()
+    gathered = context.statistics.inner if isinstance(context.statistics, PreparedStatistics) else None
+    return inner(task_vectors, inner_options, replace(context, statistics=gathered))

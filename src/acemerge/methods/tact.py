@@ -81,7 +81,7 @@ def _through_columns(task_vectors: Tensor, changed: list[int], keep: float, rtol
 
 
 def _through_rows(task_vectors: Tensor, changed: list[int], keep: float, rtol: float) -> tuple[Float[Tensor, "out in"], int]:
-    """For fewer rows than columns: S = X^T X with the stacked e_t as X, N = [tau_t e_t^T ...] X, and N S^+ = [...] (X X^T)^+ X."""
+    """For few rows: S = X^T X with the stacked e_t as X, N = [tau_t e_t^T ...] X, and N S^+ = [tau_t e_t^T ...] (X X^T)^+ X."""
     trimmed = [largest_entries(task_vectors[t], keep) for t in changed]
     products = torch.cat([task_vectors[t].double() @ e.T for t, e in zip(changed, trimmed, strict=True)], 1)
     X = torch.cat(trimmed)
