@@ -38,7 +38,8 @@ def test_star_of_everything_is_the_average(shape: tuple[int, int]) -> None:
 def test_experts_of_different_spectra_keep_different_numbers() -> None:
     task_vectors = torch.cat((experts(1, 12, 12, decay=2.0), rotation(12, 0)[None]))
     facts = run("star", task_vectors).facts
-    assert facts["fewest_directions"] < facts["most_directions"] == 5  # 40% of 12 equal ones
+    assert facts["most_directions"] == 5  # 40% of 12 equal ones
+    assert int(facts["fewest_directions"]) < 5
 
 
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-3, 1e3), shape=st.sampled_from(sorted(SHAPES)))

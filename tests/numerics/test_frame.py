@@ -321,7 +321,8 @@ def test_which_methods_have_a_core() -> None:
     found = {method.name: method.core_sides(method.options({}).resolve({})) for method in all_methods()}
     assert {name for name, sides in found.items() if sides == "both"} == {
         "ace", "ace_auto", "actmat", "average", "cart", "core_space", "dc_merge", "iso_c", "iso_cts", "larv", "linear",
-        "model_stock", "multislerp", "pico", "resmerge", "star", "subspace_boosting", "svc", "swudi", "swudi_a", "task_arithmetic", "tsv_m",
+        "model_stock", "multislerp", "pico", "resmerge", "star", "subspace_boosting", "svc", "swudi", "swudi_a",
+        "task_arithmetic", "tsv_m",
     }  # fmt: skip
     assert {name: sides for name, sides in found.items() if sides in ("out", "in")} == {"knots_ties": "out", "pact": "out"}
     for name, options, sides in [

@@ -43,6 +43,7 @@ class HasCoefficients(Protocol):
     paper="Yang et al., AdaMerging: adaptive model merging for multi-task learning, ICLR 2024",
     touches="all",
     uses="data",
+    test_rows=True,
     facts={"coefficient of {expert}": "what {expert}'s change was multiplied by"},
     flops=lambda tasks, rows, columns: 2.0 * tasks * rows * columns,
     float64_elements=lambda tasks, rows, columns: 1.0 * rows * columns,  # noqa: ARG005

@@ -67,7 +67,7 @@ class DcMergeOptions(Options):
     ),
 )
 def dc_merge(task_vectors: Float[Tensor, "task out in"], options: DcMergeOptions, context: Context) -> Merged:
-    """TSV-M's orthogonal directions as coordinates: each expert's largest are kept, signs elected, blocks kept apart.
+    """The largest of each expert's coordinates in TSV-M's directions, elected as in TIES.
 
     P = polar([U_1 ... U_T]), Q = polar([V_1 ... V_T]) of k directions each. A_t = P^T x_t Q is cut to its largest entries, those
     that agree with the sign of their sum are averaged, and what lies within one expert's k x k block is used: M = P B Q^T.

@@ -157,7 +157,7 @@ class LarvStatistics:
     ),
 )
 def larv(task_vectors: Float[Tensor, "task out in"], options: LarvOptions, context: Context) -> Merged:
-    """A step before any other method; LOW CONFIDENCE, no official code: every matrix gets a scale of its own, deep ones more.
+    """A step before another method: a scale for every matrix, by depth and fit; LOW CONFIDENCE, no official code.
 
     The score of a matrix rises with its depth and with the effective rank of the base over that of the change, and falls with how
     little the two commute. Scales follow its rank in the model, or the score itself. Needs the base's weights.

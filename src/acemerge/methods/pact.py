@@ -102,7 +102,7 @@ def _statistics(options: PactOptions, experts: tuple[str, ...]) -> PreparedStati
     ),
 )
 def pact(task_vectors: Float[Tensor, "task out in"], options: PactOptions, context: Context) -> Merged:
-    """A step before any other method: each expert loses what it reads along input directions that the others rely on.
+    """A step before another method: no expert changes the base along inputs that the others rely on.
 
     An expert relies on the base's strongest input directions, but for those that it rewrote itself. Needs the base's weights.
     With three experts or more little may be left: see `kept_share`.

@@ -63,7 +63,7 @@ def _statistics(options: PicoOptions, experts: tuple[str, ...]) -> PreparedStati
     float64_elements=lambda tasks, rows, columns: (tasks + 4.0) * rows * columns + rows * rows,
 )
 def pico(task_vectors: Float[Tensor, "task out in"], options: PicoOptions, context: Context) -> Merged:
-    """A step around any other method, for LoRA experts: shared output directions count less, and the length is an expert's.
+    """A step before another method: outputs that LoRA experts share count less; the merge is as long as an expert.
 
     What the experts write most of, together, is toned down, by up to T times; the inner method merges what is left; its merge
     is given the mean length of the experts.

@@ -124,7 +124,7 @@ PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 Touches = Literal["matrices", "linear", "blocks", "all"]
 Uses = Literal["weights", "data"]
-Group = Literal["closed form", "spectral", "entry by entry", "uses data", "per task"]
+Kind = Literal["closed-form", "spectral", "entries", "around", "data", "per-task"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ class Method:
     kernel: Kernel
     statistics: StatisticsFactory | None
     uses: Uses
+    test_rows: bool
     experts: int | None
     ordered: bool
     per_task: bool
@@ -159,15 +160,17 @@ class Method:
         return "context" in inspect.signature(self.kernel).parameters
 
     @property
-    def group(self) -> Group:
-        """Its place in a list of methods."""
+    def kind(self) -> Kind:
+        """Its place in a list of methods. One with an option `inner` is a step around the method that this names."""
         if self.per_task:
-            return "per task"
+            return "per-task"
         if self.uses == "data":
-            return "uses data"
+            return "data"
+        if "inner" in (option.name for option in fields(self.options_type)):
+            return "around"
         if self.closed_form:
-            return "closed form"
-        return "entry by entry" if self.touches == "all" else "spectral"
+            return "closed-form"
+        return "entries" if self.touches == "all" else "spectral"
 
     def is_elementwise(self, options: Options) -> bool:
         """Whether each merged entry depends on that entry of the task vectors alone, so that pieces can be merged one by one."""
@@ -267,6 +270,7 @@ def method(
     rest: Literal["average", "keep"] = "average",
     statistics: StatisticsFactory | None = None,
     uses: Uses = "weights",
+    test_rows: bool = False,
     experts: int | None = None,
     ordered: bool = False,
     per_task: bool = False,
@@ -286,7 +290,8 @@ def method(
     averaged; "blocks", those in the model's stack of blocks, what comes after the stack being kept at the base's value.
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
     pass. `uses` says what it needs: the "weights" alone, or also "data" of every expert's task; its kernel then finds in
-    `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `experts` is the number
+    `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `test_rows` says that
+    its paper takes for data the very rows, unlabelled, that the merge is then judged on. `experts` is the number
     of experts it takes, if only one number will do; `ordered` says that their order matters; `per_task` that it makes one model
     per task, not one merged model; `closed_form` that it solves a system of the experts' covariances, by which lists of methods
     tell it from those that work on singular directions. `elementwise`, or what it gives for the options, says that each entry
@@ -307,9 +312,9 @@ def method(
         options_type = get_type_hints(kernel)["options"]
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
-            options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, experts=experts, ordered=ordered,
-            per_task=per_task, closed_form=closed_form, elementwise=elementwise, low_rank=low_rank, facts=facts, flops=flops,
-            float64_elements=float64_elements, measured_elements=measured_elements, parts_elements=parts_elements,
+            options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, test_rows=test_rows, experts=experts,
+            ordered=ordered, per_task=per_task, closed_form=closed_form, elementwise=elementwise, low_rank=low_rank, facts=facts,
+            flops=flops, float64_elements=float64_elements, measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel
 

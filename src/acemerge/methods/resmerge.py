@@ -89,10 +89,11 @@ def _heads_inner(one: LeadingDirections, other: LeadingDirections) -> Tensor:
     ),
 )
 def resmerge(task_vectors: Float[Tensor, "task out in"], options: ResMergeOptions, context: Context) -> Merged:  # noqa: ARG001
-    """For experts trained by reinforcement: the residuals of all experts as far as they agree, plus a little of their heads.
+    """For experts trained by reinforcement: what is beside their leading directions, as far as they agree.
 
-    tau_t = H_t + R_t with the leading singular direction H_t. Residuals that agree more than unrelated ones are merged by
-    direction and keep more of their length; others are averaged. One expert does not come back unchanged.
+    tau_t = H_t + R_t with the leading singular direction H_t. Residuals R_t that agree more than unrelated ones are merged by
+    direction and keep more of their length; others are averaged. A little of the H_t is added. One expert does not come back
+    unchanged.
     """
     changed = changed_tasks(task_vectors)
     if not changed:

@@ -35,7 +35,7 @@ class StarOptions(Options):
     ),
 )
 def star(task_vectors: Float[Tensor, "task out in"], options: StarOptions) -> Merged:
-    """Each expert's leading singular directions, made longer by what the others held, and averaged.
+    """The average of the experts' leading singular directions, which make up for the others.
 
     The fewest directions that have the share `keep` of the nuclear norm |tau_t|_* are kept and scaled back to |tau_t|_*. With
     keep = 1 it is weight averaging.

@@ -45,7 +45,7 @@ class SubspaceBoostingOptions(InnerOptions):
     ),
 )
 def subspace_boosting(task_vectors: Float[Tensor, "task out in"], options: SubspaceBoostingOptions, context: Context) -> Merged:
-    """A step after any other method: singular values of the merge that lie below its leading ones are raised to these.
+    """A step after another method: small singular values of the merge are raised to one of its leading ones.
 
     Merges of many experts are dominated by what the experts share; the weak directions hold what is each one's own. Makes the
     change longer, so mind alpha. Directions that the merge does not have get nothing.

@@ -57,7 +57,7 @@ class SvcOptions(InnerOptions):
     ),
 )
 def svc(task_vectors: Float[Tensor, "task out in"], options: SvcOptions, context: Context) -> Merged:
-    """A step after any other method: output directions in which experts overlap are made shorter, neglected ones longer.
+    """A step after another method: directions that experts share are made shorter, neglected ones longer.
 
     The inner merge is U diag(s) V^T. Where it does p_t times what expert t does in direction u_i, s_i is multiplied by
     T / sum_t max(p_t, a). Only singular values change, and their scale with them.

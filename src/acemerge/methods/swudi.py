@@ -67,7 +67,7 @@ def float64_elements(tasks: int, rows: int, columns: int) -> float:
     float64_elements=float64_elements,
 )
 def swudi(task_vectors: Float[Tensor, "task out in"], options: SwudiOptions, context: Context) -> Merged:
-    """WUDI's interference reduced from the sum of the experts for a fixed time, where it is strong, without an optimiser.
+    """The sum of the experts with less of WUDI's interference, where that is strong; no optimiser.
 
     Along an eigenvector of sum_t G_t / |tau_t|^2 with eigenvalue l, M goes the share 1 - exp(-l steps) of the way from the sum to
     the minimum; along the weakest directions it stays at the sum. One expert comes back unchanged.

@@ -47,9 +47,9 @@ def leading_inverse(values: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
     float64_elements=float64_elements,
 )
 def swudi_a(task_vectors: Float[Tensor, "task out in"], options: SwudiAOptions, context: Context) -> Merged:  # noqa: ARG001
-    """WUDI's minimiser along the leading directions, as many as the spectrum says, and the sum of the experts along the others.
+    """SWUDI with nothing to tune: as many directions are corrected as the experts' spectrum has.
 
-    With eigenvalues l of sum_t G_t / |tau_t|^2, K = ceil((sum sqrt l)^2 / sum l) directions are solved for. Nothing to tune. One
-    expert comes back unchanged.
+    With eigenvalues l of sum_t G_t / |tau_t|^2, M is WUDI's minimiser along K = ceil((sum sqrt l)^2 / sum l) directions, and the
+    sum of the experts along the others. One expert comes back unchanged.
     """
     return filtered_merge(task_vectors, context, leading_inverse)
