@@ -21,7 +21,8 @@ from acemerge.methods.inner import (
 )
 from acemerge.methods.registry import Context, Merged, method
 from acemerge.numerics.frame import Sides
-from acemerge.numerics.linalg import changed_tasks, directions_elements, directions_flops, leading_directions, sum_of_squares
+from acemerge.numerics.linalg import changed_tasks, directions_flops, leading_directions, sum_of_squares
+from acemerge.numerics.threads import AT_ONCE, share
 from acemerge.numerics.thresholds import count_of_share
 
 NO_DIRECTION = 1e-6
@@ -46,6 +47,7 @@ def filtered(task_vectors: Float[Tensor, "task out in"], context: Context, optio
     """tau'_j = tau_j - tau_j S_j S_j^T, S_j a basis of what all other experts rely on together.
 
     What expert t relies on: R_t, a basis of (I - V_t V_t^T) V0, V0 the base's leading right singular vectors and V_t its own.
+    All of these lie in the span of V0 and the V_t, so bases are found in coordinates of that.
     """
     changed = changed_tasks(task_vectors)
     if context.base is None or len(changed) < 2:
@@ -53,21 +55,26 @@ def filtered(task_vectors: Float[Tensor, "task out in"], context: Context, optio
     r = min(context.frame_of(task_vectors).shape)
     W0 = context.base.to(task_vectors.device).double()
     V0 = leading_directions(W0, max(1, count_of_share(r, options.base_share))).right
-    relied = {t: _relied_on(task_vectors[t].double(), V0, min(options.rewritten, r)) for t in changed}
+    V = share(lambda t: leading_directions(task_vectors[t].double(), min(options.rewritten, r)).right, changed, AT_ONCE)
+    Q = span([V0, *V])
+    relied = share(lambda own: relied_on(Q.T @ V0, Q.T @ own), V, AT_ONCE)
     result = task_vectors.to(torch.float64, copy=True)
-    for j in changed:
-        S = span([basis for t, basis in relied.items() if t != j])
-        result[j] -= (result[j] @ S) @ S.T
+
+    def remove(place: int) -> None:
+        S = Q @ span([*relied[:place], *relied[place + 1 :]])
+        result[changed[place]] -= (result[changed[place]] @ S) @ S.T
+
+    share(remove, range(len(changed)), AT_ONCE)
     return result
 
 
-def _relied_on(tau: Float[Tensor, "out in"], V0: Float[Tensor, "in K"], rewritten: int) -> Float[Tensor, "in some"]:
-    V = leading_directions(tau, rewritten).right
+def relied_on(V0: Float[Tensor, "n K"], V: Float[Tensor, "n k"]) -> Float[Tensor, "n some"]:
+    """R_t."""
     rest = leading_directions(V0 - V @ (V.T @ V0), V0.shape[1])
     return rest.left[:, rest.values > NO_DIRECTION]
 
 
-def span(bases: Sequence[Float[Tensor, "in some"]]) -> Float[Tensor, "in k"]:
+def span(bases: Sequence[Float[Tensor, "n some"]]) -> Float[Tensor, "n k"]:
     """An orthonormal basis of all their columns together, and of nothing else: QR would fill it up with arbitrary directions."""
     stacked = torch.cat(list(bases), 1)
     found = leading_directions(stacked, min(stacked.shape))
@@ -91,14 +98,14 @@ def _statistics(options: PactOptions, experts: tuple[str, ...]) -> PreparedStati
     low_rank=_core_sides,
     facts=lambda options: {"kept_share": "of the experts' length, what the filter left", **inner_facts(options)},
     flops=lambda tasks, rows, columns: (
-        (tasks + 1) * directions_flops(rows, columns, min(rows, columns))
-        + tasks * (2.0 * tasks * columns * columns * min(rows, columns) + 8.0 * columns**3)
+        (tasks + 2.0) * directions_flops(rows, columns, min(rows, columns))
+        + tasks * (tasks + 12.0) * min(rows, columns) ** 3
+        + 4.0 * tasks * rows * columns * min(rows, columns)
     ),
     float64_elements=lambda tasks, rows, columns: (
-        tasks * (rows + min(rows, columns)) * columns
-        + directions_elements(rows, columns, min(rows, columns))
-        + (tasks - 1) * columns * min(rows, columns)
-        + 4.0 * columns * columns
+        tasks * (rows * columns + 2.0 * min(rows, columns) ** 2)
+        + min(tasks, AT_ONCE) * (rows * columns + (tasks + 3.0) * min(rows, columns) ** 2 + columns * min(rows, columns))
+        + 2.0 * columns * min(rows, columns)
     ),
 )
 def pact(task_vectors: Float[Tensor, "task out in"], options: PactOptions, context: Context) -> Merged:

@@ -45,7 +45,14 @@ class Coefficients:
 @measures("adamerging")
 def measure_coefficients(run: DataRun, options: AdaMergingOptions) -> Coefficients:
     """Learn them, or find them learnt."""
-    settings = [options.granularity, options.start, options.clamp, options.learning_rate, options.batch_size, options.seed]
+    settings: list[Any] = [
+        options.granularity,
+        options.start,
+        options.clamp,
+        options.learning_rate,
+        options.batch_size,
+        options.seed,
+    ]
     settings += ["plus_plus", options.keep] if options.plus_plus else []
     elected = elect(run, options.keep) if options.plus_plus else None
     experts = [run.key(index, options.rows) for index in range(len(run.experts))]
