@@ -135,6 +135,11 @@ def power_by_overlap(p: float, x: Spectral) -> Tensor:
     return x.s ** float(p + (1 - p) * x.overlap)
 
 
+def power_by_overlap_and_rank(p: float, x: Spectral) -> Tensor:
+    """The same, with p times the share of the matrix's directions that the change has."""
+    return power_by_overlap(p * len(x.s) / min(x.layer.W0.shape), x)
+
+
 def rank_of_all(x: Spectral) -> Tensor:
     """s^p with the p that gives M as many directions as the experts have together (participation ratios)."""
     wanted = sum(participation(torch.linalg.svdvals(D)) for D in x.layer.D if D.any())
@@ -211,9 +216,9 @@ def between(k: float, x: Spectral, s: Tensor, q: float = 0.5) -> float:
     return min(max(geometric(k, x, s, q), x.mean), x.rms / x.overlap)
 
 
-def between_by_rank(k: float, x: Spectral, s: Tensor) -> float:
-    """sqrt(k |W0| rms), times the root of the share of the matrix's directions that the change has; bounds as above."""
-    wanted = geometric(k, x, s) * math.sqrt(len(s) / min(x.layer.W0.shape))
+def between_by_rank(k: float, x: Spectral, s: Tensor, e: float = 0.5) -> float:
+    """sqrt(k |W0| rms), times a power of the share of the matrix's directions that the change has; bounds as above."""
+    wanted = geometric(k, x, s) * (len(s) / min(x.layer.W0.shape)) ** e
     return min(max(wanted, x.mean), x.rms / x.overlap)
 
 
@@ -336,6 +341,26 @@ CANDIDATES: list[Candidate] = [
         for name in (f"{_PLAIN}, uncentred", _PLAIN)
         for p in (0.5, 0.25, 0.35)
         for k in (0.35, 0.4, 0.5, 0.6)
+    ),
+    *(
+        Candidate(
+            f"{_PLAIN}, uncentred; p {p:g} by overlap and rank; k {k:g} by rank to {e:g}",
+            f"{_PLAIN}, uncentred",
+            partial(power_by_overlap_and_rank, p),
+            partial(between_by_rank, k, e=e),
+        )
+        for e in (0.5, 0.75, 1, 1.5)
+        for p in (0.5,)
+        for k in (0.4,)
+    ),
+    *(
+        Candidate(
+            f"{_PLAIN}, uncentred; p 0.5 by overlap; k 0.4 by rank to {e:g}",
+            f"{_PLAIN}, uncentred",
+            partial(power_by_overlap, 0.5),
+            partial(between_by_rank, 0.4, e=e),
+        )
+        for e in (0.75, 1)
     ),
     *(_power(_PLAIN, p, partial(times_rms, c), f"{c:g} rms") for c in (0.4, 0.5, 0.6, 0.7, 0.8) for p in (0.25, 0.5, 0.75, 1)),
     *(_power("iso_cts", 0.5, partial(times_rms, c), f"{c:g} rms") for c in (0.4, 0.5, 0.6, 0.7, 0.8)),

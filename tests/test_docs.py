@@ -66,6 +66,13 @@ def test_the_readme_links_every_method(method: Method) -> None:
     assert f"[{method.name}](docs/methods/{method.name}.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@every_method
+def test_the_list_of_pages_has_every_method_under_its_kind(method: Method) -> None:
+    text = (ROOT / "docs" / "methods" / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{method.kind}` |"))
+    assert f"[{method.name}]({method.name}.md)" in row
+
+
 @pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import acemerge
 import model_zoo
+from acemerge.calibration.measurements.adamerging import elect
 from acemerge.calibration.run import DataRun
 from acemerge.calibration.shared_backbone import SharedBackbone
 from acemerge.execute.opening import find_sources, make_plan
+from acemerge.methods import Context
 from acemerge.planning.progress import SilentProgress
 from acemerge.planning.tensor import computed
 from acemerge.recipe.recipe import make_recipe
@@ -31,6 +33,41 @@ def test_no_steps_are_task_arithmetic(models_and_rows: ModelsAndRows, family: st
     found, expected = read_tensors(tmp_path / "ada"), read_tensors(tmp_path / "ta")
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-7)
+
+
+@every_family
+def test_no_steps_of_plus_plus_are_the_sum_that_ties_elects(models_and_rows: ModelsAndRows, family: str, tmp_path: Path) -> None:
+    models, rows = models_and_rows(family)
+    experts = list(models.experts.values())
+    acemerge.merge(models.base, experts, tmp_path / "ada", method="adamerging", data=rows, steps=0, plus_plus=True, keep=0.3)
+    acemerge.merge(models.base, experts, tmp_path / "ties", method="ties", alpha=0.3, merge="sum", keep=0.3)
+    found, expected = read_tensors(tmp_path / "ada"), read_tensors(tmp_path / "ties")
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_plus_plus_learns_other_coefficients_which_fit_what_was_elected(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    models, rows = models_and_rows("bert")
+    experts = list(models.experts.values())
+    for name, plus_plus in (("with", True), ("without", False)):
+        acemerge.merge(
+            models.base, experts, tmp_path / name, method="adamerging", data=rows, plus_plus=plus_plus, **QUICK["adamerging"]
+        )
+    learnt = [
+        [tensor["coefficient of red"] for tensor in manifest(tmp_path / name)["tensors"] if "coefficient of red" in tensor]
+        for name in ("with", "without")
+    ]
+    assert learnt[0] != learnt[1]
+    run = open_run(models, rows)
+    elected = elect(run, 0.2)
+    merged, base = read_tensors(tmp_path / "with"), read_tensors(models.base)
+    for record in (tensor for tensor in manifest(tmp_path / "with")["tensors"] if "coefficient of red" in tensor):
+        name = record["name"]
+        tau = torch.stack([read_tensors(folder)[name].double() - base[name].double() for folder in experts])
+        lambdas = [record[f"coefficient of {expert}"] for expert in models.experts]
+        parts = elected.elect(tau, Context(name, tuple(models.experts)))
+        expected = base[name].double() + sum(weight * part for weight, part in zip(lambdas, parts, strict=True))
+        torch.testing.assert_close(merged[name].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def open_run(models: Models, rows: Path) -> DataRun:
@@ -53,13 +90,14 @@ def in_float64(models: Models) -> Models:
     return models
 
 
+@pytest.mark.parametrize("plus_plus", [False, True])
 @every_family
-def test_slopes_of_the_coefficients_by_finite_differences(family: str, tmp_path: Path) -> None:
+def test_slopes_of_the_coefficients_by_finite_differences(family: str, plus_plus: bool, tmp_path: Path) -> None:
     """In float64, for every expert and some tensors of every kind."""
     models = in_float64(FAMILIES[family](tmp_path / "models"))
     rows = write_rows(tmp_path / "rows", models.experts, pixels=family == "vit")
     run = open_run(models, rows)
-    backbone = SharedBackbone.open(run)
+    backbone = SharedBackbone.open(run, elect(run, 0.2) if plus_plus else None)
     batches = [next(run.inputs(expert, 6).batches()) for expert in range(3)]
     coefficients = torch.full((3, len(run.tensors)), 0.3, dtype=torch.float64)
 

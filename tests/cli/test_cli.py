@@ -342,14 +342,46 @@ def test_what_is_given_twice_is_refused(run: Command, models: Models, tmp_path: 
 
 def test_methods_lists_and_describes(run: Command) -> None:
     _, out, _ = run("methods")
-    found = re.findall(r"^  (\w+)  ", out, re.MULTILINE)
+    found = listed(out)
     assert sorted(found) == [method.name for method in all_methods()]
     assert found[0] == "ace"
-    assert all(title in out for title in ("Closed form", "Spectral", "Entry by entry", "Use data", "One model per task"))
+    assert all(
+        title in out for title in ("Closed form", "Spectral", "Entry by entry", "A step around", "Use data", "One model per task")
+    )
     _, out, _ = run("methods", "ace")
     assert all(option in out for option in ("epsilon", "tau", "k_frac", "normalise", "prior", "refine", "alpha"))
     _, out, _ = run("methods", "ace", "--json")
     assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
+
+
+def listed(out: str) -> list[str]:
+    return re.findall(r"^  (\w+)  ", out, re.MULTILINE)
+
+
+def test_methods_of_one_kind_or_use(run: Command) -> None:
+    for kind in {method.kind for method in all_methods()}:
+        assert sorted(listed(run("methods", "--kind", kind)[1])) == [each.name for each in all_methods() if each.kind == kind]
+    assert {"svc", "core_space", "larv"} <= set(listed(run("methods", "--kind", "around")[1]))
+    weights, data = (set(listed(run("methods", "--uses", uses)[1])) for uses in ("weights", "data"))
+    assert weights | data == {method.name for method in all_methods()}
+    assert not weights & data
+    assert listed(run("methods", "--uses", "test-rows")[1]) == ["adamerging"]
+    assert {method["name"] for method in json.loads(run("methods", "--uses", "data", "--json")[1])} == data
+    assert run("methods", "--uses", "data", "--kind", "spectral")[1] == "no method of kind spectral uses data\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--kind", "spectra"), "--kind spectra: did you mean 'spectral'?"),
+        (("--uses", "test"), "did you mean 'test-rows'?"),
+        (("ace", "--kind", "data"), "choose from the list of all methods"),
+    ],
+)
+def test_unknown_kinds_and_uses_are_refused(run: Command, arguments: tuple[str, ...], hint: str) -> None:
+    code, _, err = run("methods", *arguments)
+    assert code == 2
+    assert hint in err
 
 
 def test_columns_say_how_wide_a_pipe_is(monkeypatch: pytest.MonkeyPatch) -> None:

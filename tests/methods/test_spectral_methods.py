@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from acemerge.methods import get_method
 from spectral_cases import SHAPES, SPECTRAL, error, every_shape, experts, merge, rotation, run
 
+ROTATING = ("cart", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi", "core_space", "swudi", "swudi_a")
+"""Methods that depend on no coordinates."""
 
-@pytest.mark.parametrize("name", ["cart", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi", "core_space"])
+
+@pytest.mark.parametrize("name", ROTATING)
 @given(order=st.permutations(range(4)), shape=st.sampled_from(sorted(SHAPES)))
 def test_order_of_experts_does_not_matter(name: str, order: list[int], shape: str) -> None:
     task_vectors = experts(4, *SHAPES[shape])
@@ -17,7 +20,7 @@ def test_order_of_experts_does_not_matter(name: str, order: list[int], shape: st
     assert error(merge(name, task_vectors[order], **options), merge(name, task_vectors, **options)) <= 1e-9
 
 
-@pytest.mark.parametrize("mode", ["cart", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi", "core_space"])
+@pytest.mark.parametrize("mode", ROTATING)
 @given(scale=st.floats(1e-3, 1e3), shape=st.sampled_from(sorted(SHAPES)))
 def test_longer_task_vectors_give_a_longer_merge(mode: str, scale: float, shape: str) -> None:
     task_vectors = experts(3, *SHAPES[shape])
@@ -25,7 +28,7 @@ def test_longer_task_vectors_give_a_longer_merge(mode: str, scale: float, shape:
     assert error(merge(mode, scale * task_vectors, **options), scale * merge(mode, task_vectors, **options)) <= 1e-9
 
 
-@pytest.mark.parametrize("name", ["cart", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi", "core_space"])
+@pytest.mark.parametrize("name", ROTATING)
 @given(seed=st.integers(0, 10_000), shape=st.sampled_from(sorted(SHAPES)))
 def test_rotating_outputs_and_inputs_rotates_the_merge(name: str, seed: int, shape: str) -> None:
     rows, cols = SHAPES[shape]
@@ -42,7 +45,7 @@ def test_rows_and_columns_are_alike(name: str, shape: tuple[int, int]) -> None:
     assert error(merge(name, task_vectors.mT.contiguous()).T, merge(name, task_vectors)) <= 1e-9
 
 
-@pytest.mark.parametrize("name", ["iso_cts", "actmat", "wudi", "knots_ties"])
+@pytest.mark.parametrize("name", ["iso_cts", "actmat", "wudi", "knots_ties", "swudi", "swudi_a"])
 def test_rows_and_columns_are_not_alike(name: str) -> None:
     task_vectors = experts(3, 12, 12)
     options = {"mode": "closed_form"} if name == "wudi" else {}
@@ -60,7 +63,7 @@ def test_float64_inputs_are_untouched_and_results_are_new_and_reproducible(name:
     assert first.untyped_storage().data_ptr() != task_vectors.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", ["tsv_m", "iso_c", "iso_cts", "wudi", "actmat", "core_space"])
+@pytest.mark.parametrize("name", ["tsv_m", "iso_c", "iso_cts", "wudi", "actmat", "core_space", "swudi", "swudi_a"])
 @pytest.mark.parametrize("position", [0, 2])
 def test_an_expert_that_changed_nothing_is_left_out(name: str, position: int) -> None:
     others = experts(3, 10, 14)

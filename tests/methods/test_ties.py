@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import acemerge
 from acemerge.errors import InputError
-from acemerge.methods import get_method
+from acemerge.methods import Context, get_method
+from acemerge.methods.ties import TiesOptions, TiesStatistics
 from elementwise_cases import (
     NAMES,
     assert_matches,
@@ -130,3 +131,22 @@ def test_ties_of_equal_signs_is_the_mean_of_non_zeros_or_the_sum() -> None:
 def test_ties_refuses_percentages_and_unknown_words(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="it must be"):
         get_method("ties").options(options)
+
+
+@given(seed=st.integers(0, 1000), keep=st.floats(0.05, 1), tasks=st.integers(1, 5))
+def test_elected_entries_are_those_that_ties_would_sum(seed: int, keep: float, tasks: int) -> None:
+    """Kept apart, trimmed, of one sign in every place; AdaMerging++ gives each expert's a coefficient."""
+    task_vectors = torch.randn(tasks, 40, generator=torch.Generator().manual_seed(seed))
+    context = Context("w", tuple("abcde"[:tasks]))
+    statistics, more = TiesStatistics(TiesOptions(keep=keep)), True
+    while more:
+        statistics.observe(task_vectors, context)
+        more = statistics.end_pass()
+    elected = statistics.elect(task_vectors, context)
+    kept = elected != 0
+    assert torch.equal(elected[kept], task_vectors[kept])
+    assert ((elected >= 0).all(0) | (elected <= 0).all(0)).all()
+    ties = get_method("ties")
+    torch.testing.assert_close(
+        elected.double().sum(0), ties(task_vectors, ties.options({"keep": keep, "merge": "sum"})).delta.double()
+    )

@@ -284,8 +284,12 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "nan": [{"norm_of": "delta"}, {"norm_of": "delta", "scope": "layer", "scale": "one"}],
     "wudi": [{"mode": "closed_form"}, {"mode": "closed_form", "rtol": 1e-9}],
     "actmat": [{}, {"rtol": 1e-9}],
+    "swudi": [{}, {"keep": 0.1, "steps": 5.0}],
     "knots_ties": [{}, {"shared": "input"}, {"spectrum": "after"}],
     "core_space": [{"inner": inner} for inner in ("tsv_m", "ties", "iso_c", "ace")],
+    "dc_merge": [{"density": 0.1}, {"rank": 2, "smoothing": "linear", "density": 0.05}],
+    "svc": [{"inner": inner} for inner in ("task_arithmetic", "tsv_m", "knots_ties")],
+    "subspace_boosting": [{"inner": inner} for inner in ("task_arithmetic", "knots_ties")],
     "ace": [{"tau": 0.0}, {"tau": 1e9}],
 }
 _WITH_CORE = [
@@ -316,10 +320,11 @@ def test_which_methods_have_a_core() -> None:
     """Those that do not depend on coordinates; a new method is dense until it says otherwise."""
     found = {method.name: method.core_sides(method.options({}).resolve({})) for method in all_methods()}
     assert {name for name, sides in found.items() if sides == "both"} == {
-        "ace", "ace_auto", "actmat", "average", "cart", "core_space", "iso_c", "iso_cts", "linear", "model_stock", "multislerp",
+        "ace", "ace_auto", "actmat", "average", "cart", "core_space", "dc_merge", "iso_c", "iso_cts", "larv", "linear",
+        "model_stock", "multislerp", "pico", "resmerge", "star", "subspace_boosting", "svc", "swudi", "swudi_a",
         "task_arithmetic", "tsv_m",
     }  # fmt: skip
-    assert {name: sides for name, sides in found.items() if sides in ("out", "in")} == {"knots_ties": "out"}
+    assert {name: sides for name, sides in found.items() if sides in ("out", "in")} == {"knots_ties": "out", "pact": "out"}
     for name, options, sides in [
         ("knots_ties", {"shared": "input"}, "in"),
         ("wudi", {"mode": "closed_form"}, "both"),
@@ -329,6 +334,8 @@ def test_which_methods_have_a_core() -> None:
         ("model_stock", {"scope": "row"}, None),
         ("multislerp", {"of": "weights"}, None),
         ("core_space", {"inner": "nan"}, None),
+        ("svc", {"inner": "ties"}, None),
+        ("svc", {"inner": "knots_ties"}, "out"),
     ]:
         method = get_method(name)
         assert method.core_sides(method.options(options)) == sides, (name, options)

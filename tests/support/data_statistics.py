@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from acemerge.methods import Method
+from acemerge.methods import Context, Method
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class MadeUp:
 
     def coefficient(self, expert: str, tensor: str) -> float:
         return float(self._random(expert, tensor, 1).sigmoid())
+
+    def of_task_vectors(self, task_vectors: Tensor, context: Context) -> Tensor:
+        return task_vectors
 
 
 KINDS = {"regmean": "gram", "regmean_plusplus": "gram", "fisher": "information", "adamerging": "coefficient"}

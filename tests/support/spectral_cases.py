@@ -15,7 +15,7 @@ from acemerge.methods import Merged, get_method
 Array = NDArray[np.float64]
 SHAPES = {"square": (12, 12), "wide": (8, 18), "very wide": (4, 40), "tall": (20, 9)}
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-SPECTRAL = ("cart", "tsv_m", "iso_c", "iso_cts", "wudi", "actmat", "knots_ties", "core_space")
+SPECTRAL = ("cart", "tsv_m", "iso_c", "iso_cts", "wudi", "actmat", "knots_ties", "core_space", "swudi", "swudi_a")
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 

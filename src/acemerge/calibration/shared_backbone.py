@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from acemerge.calibration.inputs import Batch
 from acemerge.calibration.run import DataRun, ExpertModel
 from acemerge.errors import InputError
+from acemerge.methods import Context
+from acemerge.methods.ties import TiesStatistics
 from acemerge.numerics.linalg import row_blocks
 from acemerge.planning.tensor import PlannedTensor
 from acemerge.tensors.merging import merge_tensor
@@ -25,9 +27,11 @@ class SharedBackbone:
     models: Sequence[ExpertModel]
     tensors: dict[str, Tensor]
     """The one copy of each of the base's tensors that any model uses."""
+    elected: TiesStatistics | None = None
+    """What chooses the entries of the task vectors that take part; all do without it."""
 
     @staticmethod
-    def open(run: DataRun) -> SharedBackbone:
+    def open(run: DataRun, elected: TiesStatistics | None = None) -> SharedBackbone:
         """Load the experts one after the other; each gives up its own backbone for the common one."""
         models: list[ExpertModel] = []
         shared: dict[str, Tensor] = {}
@@ -45,7 +49,7 @@ class SharedBackbone:
         for tensor in shared.values():
             if isinstance(tensor, nn.Parameter):  # a buffer, such as a running mean, has no gradient
                 tensor.requires_grad_()
-        return SharedBackbone(run, models, shared)
+        return SharedBackbone(run, models, shared, elected)
 
     @torch.no_grad()
     def set_coefficients(self, coefficients: Float[Tensor, "task tensor"]) -> None:
@@ -95,6 +99,10 @@ class SharedBackbone:
         """theta_0 and the tau_t of one tensor as it is stored, a few entries at a time, so that memory stays small."""
         base = self.run.plan.base.read(planned.name).reshape(-1)
         experts = [(s.expert, self.run.experts[s.expert].read(s.name).reshape(-1)) for s in planned.experts if s.name]
+        context = Context(planned.name, tuple(self.run.experts[expert].name for expert, _ in experts))
         for block in row_blocks(base.numel(), 1):
             start = base[block].to(like)
-            yield block, start, [(expert, own[block].to(like) - start) for expert, own in experts]
+            task_vectors = [own[block].to(like) - start for _, own in experts]
+            if self.elected and task_vectors:
+                task_vectors = list(self.elected.elect(torch.stack(task_vectors), context))
+            yield block, start, [(expert, own) for (expert, _), own in zip(experts, task_vectors, strict=True)]

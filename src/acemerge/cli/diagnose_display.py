@@ -8,7 +8,7 @@ from acemerge.cli.display import new_console, new_table, print_findings
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis
 from acemerge.diagnosis.summary import CAVEAT, Matrix, Summary
-from acemerge.planning.layer_names import kinds_in_order
+from acemerge.layer_names import kinds_in_order
 
 _MOST_EXPERTS = 12
 """A table of pairs with more columns than this fits no terminal."""

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
-from acemerge.methods.registry import Group
+from acemerge.methods.registry import Kind
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
 from acemerge.planning.like_layers import together
 from acemerge.planning.plan import Plan
@@ -189,12 +189,13 @@ def _figure(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-_GROUPS: dict[Group, str] = {
-    "closed form": "Closed form under the experts' covariances",
+KINDS: dict[Kind, str] = {
+    "closed-form": "Closed form under the experts' covariances",
     "spectral": "Spectral: singular directions and frequencies of matrices",
-    "entry by entry": "Entry by entry",
-    "uses data": "Use data of every expert's task besides the weights (--data)",
-    "per task": "One model per task, not one merged model",
+    "entries": "Entry by entry",
+    "around": "A step around another method, which -s inner=NAME names",
+    "data": "Use data of every expert's task besides the weights (--data)",
+    "per-task": "One model per task, not one merged model",
 }
 
 
@@ -202,21 +203,26 @@ def list_methods(methods: Sequence[Method]) -> None:
     """Name and what it does, like methods together."""
     console = new_console()
     widest = max(len(method.name) for method in methods)
-    for group, heading in _GROUPS.items():
-        console.print(heading, style="bold")
+    for kind, heading in KINDS.items():
+        alike = [method for method in methods if method.kind == kind]
+        if not alike:
+            continue
+        console.print(f"{heading} [{kind}]", style="bold")
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True, min_width=widest + 2)
         table.add_column()
-        for method in (method for method in methods if method.group == group):
+        for method in alike:
             table.add_row(f"  {method.name}", _in_short(method))
         console.print(table)
         console.print()
     console.print("`acemerge methods NAME` describes one: its options, which tensors it merges, its paper.")
+    console.print("--kind NAME lists one of these groups, --uses weights, data or test-rows the methods that use it.")
 
 
 def _in_short(method: Method) -> str:
     """The first line of its description, without its formula and what the group's title says already."""
     first = method.summary.split("\n")[0].removeprefix("Uses data. ").removeprefix("ONE MODEL PER TASK, not one merged model: ")
+    first = first.removeprefix("A step before another method: ").removeprefix("A step after another method: ")
     return re.sub(r": \w+ = .*", ".", first)
 
 
@@ -250,7 +256,9 @@ def method_json(method: Method) -> dict[str, Any]:
         "paper": method.paper,
         "summary": method.summary,
         "touches": method.touches,
+        "kind": method.kind,
         "uses": method.uses,
+        "test_rows": method.test_rows,
         "per_task": method.per_task,
         "options": [asdict(option) for option in method.describe_options()],
     }

@@ -11,7 +11,7 @@ from acemerge.diagnosis.entries import BINS, REACH
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.spectra import Spectra, Spectrum
 from acemerge.diagnosis.summary import CAVEAT, Matrix, Summary, pairs
-from acemerge.planning.layer_names import kinds_in_order, layers_of
+from acemerge.layer_names import kinds_in_order, layers_of
 from acemerge.reports.charts import HeatMap, Line, Panel, heat_map, lines
 from acemerge.reports.figure import Figure
 from acemerge.reports.layer_figures import (

@@ -23,6 +23,7 @@ from acemerge.diagnosis.interference import Objective
 from acemerge.diagnosis.spectra import Spectra, measure_spectra
 from acemerge.errors import MergeError
 from acemerge.execute.opening import make_plan
+from acemerge.layer_names import depths, kind_of
 from acemerge.methods import Method, get_method
 from acemerge.methods.ace import AceOptions, covariance_weights, heterogeneity, regulariser_share
 from acemerge.numerics.covariance import Experts
@@ -30,7 +31,6 @@ from acemerge.numerics.frame import Frame, standard_frame
 from acemerge.numerics.linalg import directions_flops
 from acemerge.output.input_hashes import Hashes, hashing_inputs
 from acemerge.output.model_card import public_names
-from acemerge.planning.layer_names import depths, kind_of
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, core_shape, is_computed

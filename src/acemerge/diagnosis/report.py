@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from acemerge.diagnosis.figures import figures
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
-from acemerge.planning.layer_names import kinds_in_order
+from acemerge.layer_names import kinds_in_order
 from acemerge.reports.page import Column, Page, Provenance, Table
 
 _COLUMNS_OF_ACE = (

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from acemerge.errors import InputError
-from acemerge.methods.registry import Alpha, Context, Merged, Method, Options, Statistics, get_method, method
+from acemerge.methods.inner import InnerOptions, PreparedStatistics, inner_facts, merge_prepared, prepared_statistics
+from acemerge.methods.registry import Alpha, Context, Merged, Method, Options, get_method, method
 from acemerge.numerics.frame import Frame
 from acemerge.numerics.linalg import directions_flops, fixed_signs, leading_directions
 
 
 @dataclass(frozen=True)
-class CoreSpaceOptions(Options):
+class CoreSpaceOptions(InnerOptions):
     """Defaults are the authors' for TSV-M in core space."""
+
+    outer: ClassVar[str] = "core_space"
 
     inner: Annotated[
         str, Field(description="the method that merges the cores, with its own default options; its alpha is not used")
     ] = "tsv_m"
     alpha: Alpha = 0.2
-
-    def resolve(self, config: Mapping[str, Any]) -> CoreSpaceOptions:  # noqa: ARG002
-        """These options, if a core can be merged that way."""
-        inner = get_method(self.inner)
-        if inner.name == "core_space" or inner.per_task or inner.experts is not None or inner.uses == "data":
-            raise InputError(
-                f"method 'core_space': inner={self.inner!r} is not allowed: it must make one model from any number of experts by "
-                "the weights alone, such as tsv_m, iso_c or ties"
-            )
-        return self
 
     def inner_method(self) -> tuple[Method, Options]:
         """The method for the cores and its options; the final scale is ours."""
@@ -73,31 +64,17 @@ def _basis(factors: list[Tensor]) -> Float[Tensor, "side p"]:
     return leading_directions(stacked, min(stacked.shape)).left
 
 
-@dataclass(frozen=True)
-class CoreStatistics:
-    """What the inner method gathers, over the cores."""
-
-    inner: Statistics
-
-    def observe(self, task_vectors: Tensor, context: Context) -> None:
-        """See one tensor."""
-        self.inner.observe(core_of(task_vectors, context.frame_of(task_vectors)).cores, replace(context, frame=None))
-
-    def end_pass(self) -> bool:
-        """As the inner method says."""
-        return self.inner.end_pass()
+def _cores(task_vectors: Tensor, context: Context) -> tuple[Tensor, Context]:
+    return core_of(task_vectors, context.frame_of(task_vectors)).cores, replace(context, frame=None)
 
 
-def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> CoreStatistics | None:
-    inner, inner_options = options.inner_method()
-    gathered = inner.statistics(inner_options, experts) if inner.statistics else None
-    return None if gathered is None else CoreStatistics(gathered)
+def _statistics(options: CoreSpaceOptions, experts: tuple[str, ...]) -> PreparedStatistics | None:
+    return prepared_statistics(options, experts, _cores)
 
 
 def _facts(options: CoreSpaceOptions) -> dict[str, str]:
-    inner, inner_options = options.inner_method()
     own = {"core_rows": "output directions of the core space", "core_columns": "input directions of the core space"}
-    return {**own, **inner.declared_facts(inner_options)}
+    return {**own, **inner_facts(options)}
 
 
 @method(
@@ -123,11 +100,9 @@ def core_space(task_vectors: Float[Tensor, "task out in"], options: CoreSpaceOpt
     p, q = core.cores.shape[1:]
     if not p or not q:
         return Merged(torch.zeros_like(task_vectors[0], dtype=torch.float64))
-    inner, inner_options = options.inner_method()
     base = None
     if context.base is not None and context.frame is None:  # with a frame nobody asks for it: see `low_rank` above
         base = core.left.T @ context.base.to(core.left) @ core.right
-    gathered = context.statistics.inner if isinstance(context.statistics, CoreStatistics) else None
-    merged = inner(core.cores, inner_options, replace(context, base=base, statistics=gathered, frame=None))
+    merged = merge_prepared(options, core.cores, replace(context, base=base, frame=None))
     facts = {"core_rows": p, "core_columns": q, **merged.facts}
     return replace(merged, delta=core.left @ merged.delta.double() @ core.right.T, facts=facts)

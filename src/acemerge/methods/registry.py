@@ -124,7 +124,7 @@ PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 Touches = Literal["matrices", "linear", "blocks", "all"]
 Uses = Literal["weights", "data"]
-Group = Literal["closed form", "spectral", "entry by entry", "uses data", "per task"]
+Kind = Literal["closed-form", "spectral", "entries", "around", "data", "per-task"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ class Method:
     kernel: Kernel
     statistics: StatisticsFactory | None
     uses: Uses
+    test_rows: bool
     experts: int | None
     ordered: bool
     takes_base: bool
@@ -161,15 +162,17 @@ class Method:
         return "context" in inspect.signature(self.kernel).parameters
 
     @property
-    def group(self) -> Group:
-        """Its place in a list of methods."""
+    def kind(self) -> Kind:
+        """Its place in a list of methods. One with an option `inner` is a step around the method that this names."""
         if self.per_task:
-            return "per task"
+            return "per-task"
         if self.uses == "data":
-            return "uses data"
+            return "data"
+        if "inner" in (option.name for option in fields(self.options_type)):
+            return "around"
         if self.closed_form:
-            return "closed form"
-        return "entry by entry" if self.touches == "all" else "spectral"
+            return "closed-form"
+        return "entries" if self.touches == "all" else "spectral"
 
     def is_elementwise(self, options: Options) -> bool:
         """Whether each merged entry depends on that entry of the task vectors alone, so that pieces can be merged one by one."""
@@ -273,6 +276,7 @@ def method(
     rest: Literal["average", "keep"] = "average",
     statistics: StatisticsFactory | None = None,
     uses: Uses = "weights",
+    test_rows: bool = False,
     experts: int | None = None,
     ordered: bool = False,
     takes_base: bool = False,
@@ -294,7 +298,8 @@ def method(
     averaged; "blocks", those in the model's stack of blocks, what comes after the stack being kept at the base's value.
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
     pass. `uses` says what it needs: the "weights" alone, or also "data" of every expert's task; its kernel then finds in
-    `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `experts` is the number
+    `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `test_rows` says that
+    its paper takes for data the very rows, unlabelled, that the merge is then judged on. `experts` is the number
     of experts it takes, if only one number will do; `ordered` says that their order matters; `takes_base` that the base
     may be one of them, since it is their weights that are joined, whatever they are measured against; `always`, or what it gives
     for the options, that it may change even a tensor that no expert changed; `per_task` that it makes one model per task, not
@@ -317,10 +322,10 @@ def method(
         options_type = get_type_hints(kernel)["options"]
         _registered[name] = Method(
             name=name, title=title, paper=paper, summary=inspect.cleandoc(kernel.__doc__ or ""), touches=touches, rest=rest,
-            options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, experts=experts, ordered=ordered,
-            takes_base=takes_base, always=always, per_task=per_task, closed_form=closed_form, elementwise=elementwise,
-            low_rank=low_rank, facts=facts, flops=flops,
-            float64_elements=float64_elements, measured_elements=measured_elements, parts_elements=parts_elements,
+            options_type=options_type, kernel=kernel, statistics=statistics, uses=uses, test_rows=test_rows, experts=experts,
+            ordered=ordered, takes_base=takes_base, always=always, per_task=per_task, closed_form=closed_form,
+            elementwise=elementwise, low_rank=low_rank, facts=facts, flops=flops, float64_elements=float64_elements,
+            measured_elements=measured_elements, parts_elements=parts_elements,
         )  # fmt: skip
         return kernel
 

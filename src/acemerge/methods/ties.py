@@ -104,6 +104,13 @@ class TiesStatistics:
             out.copy_(trim(task_vector, thresholds.threshold(expert)))
         return trimmed
 
+    def elect(self, task_vectors: Tensor, context: Context) -> Tensor:
+        """u_t where it has the elected sign, 0 elsewhere: what would be averaged, still apart."""
+        trimmed = self.trim(task_vectors, context)
+        sums = weighted_sum(trimmed, [1.0] * len(trimmed))
+        positive = sums >= 0 if self.majority_sign > 0 else sums > 0
+        return torch.where(positive, trimmed.clamp(min=0), trimmed.clamp(max=0))
+
     @property
     def majority_sign(self) -> int:
         """What entries whose sum is exactly zero take; negative when the whole model's signs balance, as in the release."""

@@ -19,6 +19,7 @@ from acemerge.numerics.frame import Frame
 from acemerge.numerics.linalg import (
     IN_CACHE,
     DualGram,
+    Gains,
     Gram,
     PrimalGram,
     add_gram,
@@ -28,6 +29,7 @@ from acemerge.numerics.linalg import (
     pseudo_inverse,
     row_blocks,
     shared_rows,
+    spectral_function,
     sum_of_squares,
 )
 from acemerge.numerics.threads import AT_ONCE, available_threads, share
@@ -149,6 +151,23 @@ class Experts:
         S, CS = self._primal_covariance(a)
         divide, rank = pseudo_inverse(S, rtol)
         return divide(CS), rank
+
+    def least_squares_from(
+        self, start: Float[Tensor, "out in"], a: Sequence[float], gains: Gains
+    ) -> tuple[Float[Tensor, "out in"], int]:
+        """The same, solved from `start` one eigendirection of S at a time: start + R g(S), R = sum_t a_t C_t S_t - start S.
+
+        Along a direction of eigenvalue l, g(l) = 1/l gives the minimum and g(l) = 0 the start; and how many g does not make zero.
+        """
+        if self._is_very_wide(a):
+            stack, outer = self._stack(a)
+            R = self._own_blocks(outer, a) - start @ stack.T  # R = (this) X, and X g(X^T X) = g(X X^T) X
+            apply, used = spectral_function(outer, gains)
+            return start + apply(R) @ stack, used
+        S, CS = self._primal_covariance(a)
+        add_symmetric_product(CS, start, S, -1.0)
+        apply, used = spectral_function(S, gains)
+        return start + apply(CS), used
 
     def _is_very_wide(self, a: Sequence[float]) -> bool:
         return len(a) * self._rows < self._columns

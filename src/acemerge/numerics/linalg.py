@@ -238,6 +238,19 @@ def pseudo_inverse(gram: Float[Tensor, "n n"], rtol: float) -> tuple[RidgeSolver
     return lambda a: (a @ vectors).div_(values) @ vectors.T, len(values)
 
 
+Gains = Callable[[Tensor], Tensor]
+"""Eigenvalues, none negative and the largest last -> what each of their directions is multiplied by."""
+
+
+def spectral_function(gram: Float[Tensor, "n n"], gains: Gains) -> tuple[RidgeSolver, int]:
+    """`a -> a g(gram)` for a function g of the eigenvalues, and how many it does not make zero; `gram` is overwritten."""
+    values, vectors = _leading_eigenpairs(gram, gram.shape[0])
+    g = gains(values.clamp(min=0))
+    used = g != 0
+    g, vectors = g[used], vectors[:, used]
+    return lambda a: (a @ vectors).mul_(g) @ vectors.T, len(g)
+
+
 @dataclass(frozen=True)
 class LeadingDirections:
     """The k leading singular triples of a matrix, U_k, s_1..s_k and V_k, smallest value first."""
@@ -264,6 +277,16 @@ def leading_directions(matrix: Float[Tensor, "m n"], k: int) -> LeadingDirection
     add_product(left, matrix, right)
     values = torch.linalg.vector_norm(left, dim=0)
     return LeadingDirections(values, left.div_(values), right)
+
+
+def leading_count(values: Float[Tensor, " k"], share: float) -> int:
+    """How many of the values, smallest first, it takes at least to have this share of their sum: the largest, 1 or more.
+
+    >>> leading_count(torch.tensor([1.0, 2.0, 3.0]), 0.6)
+    2
+    """
+    reached = values.flip(0).cumsum(0) >= share * values.sum() * (1 - 1e-12)  # rounding must not ask for more than there is
+    return int(reached.int().argmax()) + 1
 
 
 # A Gram matrix gives singular directions to about eps64 (s_1 / s_i)^2: past this ratio of squares the rest is done again without

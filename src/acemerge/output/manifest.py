@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from acemerge.checkpoints.folder import read_json
 from acemerge.errors import InputError
+from acemerge.layer_names import kind_of
 from acemerge.output.adapter_writer import overall_error
 from acemerge.output.input_hashes import Hashes, content_sha256
-from acemerge.planning.layer_names import kind_of
 from acemerge.planning.plan import Plan
 from acemerge.planning.shares import weights_by_fate
 from acemerge.version import __version__, versions

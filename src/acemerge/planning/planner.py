@@ -26,12 +26,12 @@ from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.tied import output_layers_tied_by_expert, tied_names
 from acemerge.errors import InputError, PreflightError
+from acemerge.layer_names import relative_depths
 from acemerge.methods import Method, Options, get_method
 from acemerge.numerics.frame import Sides
 from acemerge.planning.as_adapter import plan_as_adapter
 from acemerge.planning.data import ExpertLayers, PlannedData
 from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged
-from acemerge.planning.layer_names import relative_depths
 from acemerge.planning.origins import origin_notes
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why

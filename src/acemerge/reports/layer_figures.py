@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from acemerge.planning.layer_names import kinds_in_order
+from acemerge.layer_names import kinds_in_order
 from acemerge.reports.charts import HeatMap, Line, Panel, heat_map, lines
 from acemerge.reports.figure import Figure
 

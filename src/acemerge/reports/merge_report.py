@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from acemerge.layer_names import depths, kinds_in_order, layers_of
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32
 from acemerge.output.manifest import Manifest, TensorRecord
-from acemerge.planning.layer_names import depths, kinds_in_order, layers_of
 from acemerge.planning.shares import ACTIONS, shares_told
 from acemerge.recipe.values import as_text
 from acemerge.reports.facts import facts_told, title

@@ -9,7 +9,7 @@ from acemerge.bench.suites.plan import suite_recipe
 from acemerge.bench.suites.registry import Suite
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis, measure
 from acemerge.execute.opening import find_sources
-from acemerge.planning.layer_names import kinds_in_order
+from acemerge.layer_names import kinds_in_order
 from acemerge.planning.progress import SilentProgress
 
 

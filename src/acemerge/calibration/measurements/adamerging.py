@@ -15,8 +15,12 @@ from acemerge.calibration.measured import Tensors, keep, kept_file, read_kept, w
 from acemerge.calibration.registry import measures
 from acemerge.calibration.run import DataRun
 from acemerge.calibration.shared_backbone import SharedBackbone
+from acemerge.methods import Context
 from acemerge.methods.adamerging import AdaMergingOptions
+from acemerge.methods.ties import TiesOptions, TiesStatistics
 from acemerge.numerics.randomness import generator_for
+from acemerge.planning.tensor import ComputedTensor
+from acemerge.tensors.task_vectors import pieces_context, stored_values
 
 SAVED_EVERY = 20
 """Steps after which the state is kept, so that an interrupted run goes on there."""
@@ -24,30 +28,61 @@ SAVED_EVERY = 20
 
 @dataclass(frozen=True)
 class Coefficients:
-    """As they were learnt, by expert and tensor."""
+    """As they were learnt, by expert and tensor; and what was elected of the task vectors, if that was asked for."""
 
     values: Mapping[tuple[str, str], float]
+    elected: TiesStatistics | None = None
 
     def coefficient(self, expert: str, tensor: str) -> float:
         """One of them."""
         return self.values[expert, tensor]
 
+    def of_task_vectors(self, task_vectors: Tensor, context: Context) -> Tensor:
+        """What they are for."""
+        return self.elected.elect(task_vectors, context) if self.elected else task_vectors
+
 
 @measures("adamerging")
 def measure_coefficients(run: DataRun, options: AdaMergingOptions) -> Coefficients:
     """Learn them, or find them learnt."""
-    settings = [options.granularity, options.start, options.clamp, options.learning_rate, options.batch_size, options.seed]
+    settings: list[Any] = [
+        options.granularity,
+        options.start,
+        options.clamp,
+        options.learning_rate,
+        options.batch_size,
+        options.seed,
+    ]
+    settings += ["plus_plus", options.keep] if options.plus_plus else []
+    elected = elect(run, options.keep) if options.plus_plus else None
     experts = [run.key(index, options.rows) for index in range(len(run.experts))]
     key = ["coefficients", settings, run.hashes[run.plan.base.name], experts, [planned.name for planned in run.tensors]]
-    file = keep([*key, options.steps], lambda: _learn(run, options, key))
+    file = keep([*key, options.steps], lambda: _learn(run, options, key, elected))
     learnt = file.read("coefficients").tolist()
     return Coefficients(
         {
             (expert.name, planned.name): value
             for expert, row in zip(run.experts, learnt, strict=True)
             for planned, value in zip(run.tensors, row, strict=True)
-        }
+        },
+        elected,
     )
+
+
+def elect(run: DataRun, keep: float) -> TiesStatistics:
+    """AdaMerging++: TIES' thresholds and signs, over all tensors that get coefficients."""
+    statistics, more = TiesStatistics(TiesOptions(keep=keep)), True
+    run.progress.say(f"electing entries of {len(run.tensors)} tensors")
+    while more:
+        for planned in run.tensors:
+            _show(run, planned, statistics)
+        more = statistics.end_pass()
+    return statistics
+
+
+def _show(run: DataRun, planned: ComputedTensor, statistics: TiesStatistics) -> None:
+    context = pieces_context(run.plan, planned)
+    stored_values(run.plan, planned).each(lambda piece: statistics.observe(piece.task_vectors, context))
 
 
 @dataclass(frozen=True)
@@ -89,12 +124,12 @@ class Learner:
         return done
 
 
-def _learn(run: DataRun, options: AdaMergingOptions, key: list[Any]) -> Tensors:
+def _learn(run: DataRun, options: AdaMergingOptions, key: list[Any], elected: TiesStatistics | None) -> Tensors:
     """Minimise the entropy of the merged model's answers on unlabelled rows of every task."""
     learner = Learner.new(options, len(run.experts), len(run.tensors))
     state_file = kept_file([*key, "state"])
     done = _take_up(learner, state_file, options.steps)
-    backbone = SharedBackbone.open(run) if done < options.steps else None
+    backbone = SharedBackbone.open(run, elected) if done < options.steps else None
     for step in range(done, options.steps):
         assert backbone is not None
         backbone.set_coefficients(learner.coefficients().detach())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from acemerge.planning.layer_names import depths, kind_of
+from acemerge.layer_names import depths, kind_of
 
 
 @pytest.mark.parametrize(
