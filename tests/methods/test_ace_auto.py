@@ -39,10 +39,11 @@ def reference(
     square = np.mean(np.sum(D**2, axis=(1, 2)))
     mean = np.linalg.norm(D.mean(0))
     overlap = min(1.0, max(1 / len(D), mean**2 / square))
-    s = s ** (power + (1 - power) * overlap)
+    share = keep.sum() / len(keep)
+    s = s ** (power * share + (1 - power * share) * overlap)
     # 4.
     base = 0.0 if W0 is None else np.linalg.norm(W0)
-    length = math.sqrt(reach * base * math.sqrt(square) * keep.sum() / len(keep))
+    length = math.sqrt(reach * base * math.sqrt(square)) * share**0.75
     length = min(max(length, mean), math.sqrt(square) / overlap)
     return np.asarray(alpha * length * (U * s) @ Vt / np.linalg.norm(s))
 

@@ -75,6 +75,7 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     paper="acemerge's own, after ACE-Merging, CVPR 2026",
     closed_form=True,
     low_rank="both",
+    rest="average all",
     facts={
         "overlap": "how much of the experts' changes is common: 1 all of it, 1 / (number of experts) none",
         "power": "of the singular values",
@@ -163,7 +164,7 @@ def measure_lengths(task_vectors: Float[Tensor, "task out in"], energies: Sequen
 def with_strength(directions: LeadingDirections, lengths: Lengths, options: AceAutoOptions) -> Merged:
     """Steps 3 and 4: M = length U diag(s^p) V^T / |s^p|."""
     U, s, V = directions.left, directions.values, directions.right
-    p, length = spectrum_power(lengths, options), merged_length(lengths, len(s), options)
+    p, length = spectrum_power(lengths, len(s), options), merged_length(lengths, len(s), options)
     if not float(s.norm()) > ROUNDING * lengths.expert:
         M, length = U.new_zeros(len(U), len(V)), 0.0
     else:
@@ -172,15 +173,16 @@ def with_strength(directions: LeadingDirections, lengths: Lengths, options: AceA
     return Merged(M, {"active_experts": lengths.experts, **facts})
 
 
-def spectrum_power(lengths: Lengths, options: AceAutoOptions) -> float:
-    """Step 3: the option for experts that share nothing, 1 for copies, in proportion to the overlap between."""
-    return options.power + (1 - options.power) * lengths.overlap
+def spectrum_power(lengths: Lengths, rank: int, options: AceAutoOptions) -> float:
+    """Step 3: the option, times the share of directions, for experts that share nothing; 1 for copies; in proportion between."""
+    p = options.power * rank / lengths.directions
+    return p + (1 - p) * lengths.overlap
 
 
 def merged_length(lengths: Lengths, rank: int, options: AceAutoOptions) -> float:
-    """Step 4: sqrt(k |W0| |D| rank / min(m, n)), within what the experts account for.
+    """Step 4: sqrt(k |W0| |D|) (rank / min(m, n))^(3/4), within what the experts account for.
 
     Never shorter than their average, and never longer than one of them times the number of different ones, 1 / overlap.
     """
-    wanted = math.sqrt(options.reach * lengths.base * lengths.expert * rank / lengths.directions)
+    wanted = math.sqrt(options.reach * lengths.base * lengths.expert) * (rank / lengths.directions) ** 0.75
     return min(max(wanted, lengths.mean), lengths.expert / lengths.overlap)

@@ -123,6 +123,7 @@ LowRank = Sides | Callable[[Any], Sides | None] | None
 PartsCost = Callable[[Any, int, int, int], float]
 StatisticsFactory = Callable[[Any, tuple[str, ...]], "Statistics | None"]
 Touches = Literal["matrices", "linear", "blocks", "all"]
+Rest = Literal["average", "average all", "keep"]
 Uses = Literal["weights", "data"]
 Kind = Literal["closed-form", "spectral", "entries", "around", "data", "per-task"]
 
@@ -136,7 +137,7 @@ class Method:
     paper: str
     summary: str
     touches: Touches
-    rest: Literal["average", "keep"]
+    rest: Rest
     options_type: type[Options]
     kernel: Kernel
     statistics: StatisticsFactory | None
@@ -273,7 +274,7 @@ def method(
     title: str,
     paper: str,
     touches: Touches = "matrices",
-    rest: Literal["average", "keep"] = "average",
+    rest: Rest = "average",
     statistics: StatisticsFactory | None = None,
     uses: Uses = "weights",
     test_rows: bool = False,
@@ -293,9 +294,10 @@ def method(
 ) -> Callable[[Kernel], Kernel]:
     """Register a merging method.
 
-    `touches` says which tensors it is for: "matrices", the others being averaged or kept as `rest` says, or "all"
-    floating-point tensors. Of methods that run the models on data: "linear", the weights of linear layers, the others being
-    averaged; "blocks", those in the model's stack of blocks, what comes after the stack being kept at the base's value.
+    `touches` says which tensors it is for: "matrices", the others being averaged or kept as `rest` says ("average all": also
+    those that a preset leaves at the base), or "all" floating-point tensors. Of methods that run the models on data: "linear",
+    the weights of linear layers, the others being averaged; "blocks", those in the model's stack of blocks, what comes after the
+    stack being kept at the base's value.
     `statistics(options, expert_names)` makes what a whole-model method gathers first, or None when its options need no such
     pass. `uses` says what it needs: the "weights" alone, or also "data" of every expert's task; its kernel then finds in
     `context.statistics` what the measurement registered for it (see `calibration.registry`) has found. `test_rows` says that

@@ -266,8 +266,10 @@ class _Planner:
             assert self.layers is not None
             return self.layers.fate(method, sources)
         if not _forces(rule) and matches(name, self.family.kept):
+            if method.rest == "average all" and self._equally_shaped(header, sources):
+                return "averaged", Reason(Why.NOT_LINEAR_BY_PRESET, self.family.name)
             return "kept", Reason(Why.KEPT_BY_PRESET, self.family.name)
-        rest: Action = "averaged" if method.rest == "average" else "kept"
+        rest: Action = "kept" if method.rest == "keep" else "averaged"
         if len(header.shape) != 2:
             return rest, Reason(Why.NOT_A_MATRIX, str(len(header.shape)))
         if min(header.shape) <= 1:
@@ -302,6 +304,10 @@ class _Planner:
 
     def _present(self, sources: Sequence[ExpertTensor]) -> list[tuple[Checkpoint, str]]:
         return [(self.experts[source.expert], source.name) for source in sources if source.name is not None]
+
+    def _equally_shaped(self, header: TensorHeader, sources: Sequence[ExpertTensor]) -> bool:
+        """Unlike a vocabulary that has grown."""
+        return all(expert.tensors[name].shape == header.shape for expert, name in self._present(sources))
 
     def _note_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
         """A kept tensor of another shape, such as a larger vocabulary, is no obstacle, but worth knowing; unless kinds differ."""
