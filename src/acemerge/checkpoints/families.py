@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from functools import lru_cache
 from typing import Any
 
 from acemerge.checkpoints.tensor_header import TensorHeader
@@ -140,7 +141,13 @@ _ADDED_MODULES = _TASK_HEAD_MODULES | {
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether any pattern covers the name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return _matcher(tuple(patterns)).match(name) is not None
+
+
+@lru_cache
+def _matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """All of them as one expression: a plan asks for every tensor. Without any it matches nothing."""
+    return re.compile("|".join(map(translate, patterns)) if patterns else r"(?!)")
 
 
 def is_task_head(name: str) -> bool:
@@ -232,6 +239,8 @@ def align_names(base: Mapping[str, TensorHeader], expert: Mapping[str, TensorHea
     the class that saved it. Of all ways to exchange one leading prefix for another, take the one under which most tensors
     agree in name and shape; names as they are win a tie.
     """
+    if expert.keys() <= base.keys():
+        return {name: name for name in expert}
     ours = {modern_name(name): name for name in base}
     modern_base = {modern_name(name): header for name, header in base.items()}
     modern_expert = {modern_name(name): header for name, header in expert.items()}

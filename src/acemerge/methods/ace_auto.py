@@ -184,5 +184,5 @@ def merged_length(lengths: Lengths, rank: int, options: AceAutoOptions) -> float
 
     Never shorter than their average, and never longer than one of them times the number of different ones, 1 / overlap.
     """
-    wanted = math.sqrt(options.reach * lengths.base * lengths.expert) * (rank / lengths.directions) ** 0.75
+    wanted = math.sqrt(options.reach * lengths.base * lengths.expert) * math.pow(rank / lengths.directions, 0.75)
     return min(max(wanted, lengths.mean), lengths.expert / lengths.overlap)

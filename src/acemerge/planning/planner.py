@@ -84,6 +84,7 @@ class _Planner:
         # expert index -> {name in the base: name in the expert}
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
         self.tied = [output_layers_tied_by_expert(base, e, names) for e, names in zip(experts, self.names, strict=True)]
+        self.tied_in_experts: dict[str, Mapping[str, str]] = {}
         self.used_rules: set[int] = set()
         self.only_adapters = all(expert.changes is not None for expert in experts)
 
@@ -470,7 +471,9 @@ class _Planner:
             )
 
     def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:
-        return name in tied_names(expert, expert.config)
+        if expert.name not in self.tied_in_experts:
+            self.tied_in_experts[expert.name] = tied_names(expert, expert.config)
+        return name in self.tied_in_experts[expert.name]
 
 
 def _forces(rule: TensorRule | None) -> bool:
