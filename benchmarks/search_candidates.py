@@ -218,7 +218,7 @@ def between(k: float, x: Spectral, s: Tensor, q: float = 0.5) -> float:
 
 def between_by_rank(k: float, x: Spectral, s: Tensor, e: float = 0.5) -> float:
     """sqrt(k |W0| rms), times a power of the share of the matrix's directions that the change has; bounds as above."""
-    wanted = geometric(k, x, s) * (len(s) / min(x.layer.W0.shape)) ** e
+    wanted = geometric(k, x, s) * math.pow(len(s) / min(x.layer.W0.shape), e)
     return min(max(wanted, x.mean), x.rms / x.overlap)
 
 

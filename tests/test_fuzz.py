@@ -34,6 +34,7 @@ from acemerge.execute.opening import make_plan
 from acemerge.methods import get_method
 from acemerge.output.staging import staged_output
 from acemerge.output.verify import verify_output
+from acemerge.planning.vocabulary_files import side_files
 from acemerge.recipe.arguments import parse_lists, parse_settings
 from acemerge.recipe.recipe import Recipe, make_recipe, read_recipe
 from acemerge.recipe.sizes import parse_size
@@ -234,6 +235,39 @@ def test_configs(config: dict[str, Any]) -> None:
     sources = Sources(Source("x", root / "base"), (Source("y", root / "expert-0"),), ("x", "y"))
     survives(lambda: make_plan(recipe, sources).digest)
     survives(lambda: choose_family("auto", config, []))
+
+
+TOKEN = st.sampled_from(["<s>", "the", "cat", "<x>"])
+VOCABULARY = (
+    JSON | st.dictionaries(TOKEN, JSON | st.integers(0, 6)) | st.lists(st.tuples(TOKEN, st.floats(-9, 0)) | JSON, max_size=5)
+)
+ADDED = JSON | st.lists(st.fixed_dictionaries({"content": TOKEN | JSON, "id": st.integers(0, 6) | JSON}) | JSON, max_size=3)
+TOKENIZER = st.fixed_dictionaries(
+    {"model": st.fixed_dictionaries({"vocab": VOCABULARY}, optional={"merges": JSON, "type": JSON}) | JSON, "added_tokens": ADDED}
+)
+ID_FIELDS = st.dictionaries(st.sampled_from(["eos_token_id", "bad_words_ids", "eos_token", "chat_template", "vocab_size"]), JSON)
+
+
+@given(TOKENIZER, TOKENIZER, ID_FIELDS, st.sampled_from([{}, {"tokenizer": "union"}, {"tokenizer": "y"}, {"files_from": "y"}]))
+def test_tokenizers(ours: Any, theirs: Any, fields: dict[str, Any], asked: dict[str, str]) -> None:
+    """Whatever two tokenizers and the files beside them say, a merge is planned with all its files, or refused."""
+    root = FOLDERS["scratch"] / "tokenizers"
+    for name, content in (("base", ours), ("y", theirs)):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / "model.safetensors").write_bytes(save({"embed_tokens.weight": torch.ones(4, 2)}))
+        (root / name / "tokenizer.json").write_text(json.dumps(content))
+        for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            (root / name / file).write_text(json.dumps(fields if name == "y" else {"vocab_size": 4}))
+    sources = Sources(Source("base", root / "base"), (Source("y", root / "y"),), ("base", "y"))
+    recipe = make_recipe({"base": "base", "experts": ["y"], "method": "average", **asked})
+
+    def work() -> None:
+        plan = make_plan(recipe, sources)
+        assert plan.digest
+        written = [file() for file in side_files(plan.base, plan.vocabulary).values() if not isinstance(file, Path)]
+        assert json.dumps(written)
+
+    survives(work)
 
 
 LORA = save(

@@ -59,10 +59,10 @@ def merge(
     `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
     folder with a file per expert, or a suite of the bench or its name.
 
-    Keywords are a recipe's fields (tensors, preset, orientation, missing, dtype, allow_nonfinite, save_as, rank, shard_size), how
-    it is run (device, threads, engine, ray_address, resume, verify, overwrite, force, report, offline, quiet), each as the
-    command line has it, and the method's options, such as epsilon=1e-5. `options` takes these as a mapping, also those that are
-    named like another keyword, such as cart's rank.
+    Keywords are a recipe's fields (tensors, preset, orientation, missing, tokenizer, files_from, token_sources, chat_template,
+    pad_to_multiple_of, dtype, allow_nonfinite, save_as, rank, shard_size), how it is run (device, threads, engine, ray_address,
+    resume, verify, overwrite, force, report, offline, quiet), each as the command line has it, and the method's options, such as
+    epsilon=1e-5. `options` takes these as a mapping, also those that are named like another keyword, such as cart's rank.
     """
     recipe, run, suite = _sort("acemerge.merge", base, experts, method, data, options, keywords)
     return run_merge(recipe, Path(output), run, suite=suite)

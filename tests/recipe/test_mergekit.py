@@ -159,3 +159,35 @@ def test_refused_by_name_and_line(tmp_path: Path, text: str, line: int, problem:
         converted(tmp_path, text)
     assert str(caught.value).startswith(f"config.yaml, line {line}: ")
     assert problem in str(caught.value)
+
+
+def test_vocabularies(tmp_path: Path) -> None:
+    recipe = converted(
+        tmp_path,
+        """
+        merge_method: linear
+        base_model: x/llama
+        models:
+          - {model: x/llama, parameters: {weight: 1}}
+          - {model: y/chat, parameters: {weight: 1}}
+        tokenizer:
+          source: union
+          pad_to_multiple_of: 8
+          tokens:
+            "<a>": {source: y/chat, force: true}
+            "<b>": {source: {kind: zero}}
+            "<c>": {source: {kind: model_token, model: y/chat, token: "<a>"}}
+        chat_template: "{{ messages }}"
+        """,
+    )
+    assert (recipe.tokenizer, recipe.pad_to_multiple_of, recipe.chat_template) == ("union", 8, "{{ messages }}")
+    assert {token: (own.source, own.token, own.force) for token, own in recipe.token_sources.items()} == {
+        "<a>": ("chat", None, True), "<b>": ("zero", None, False), "<c>": ("chat", "<a>", False),
+    }  # fmt: skip
+    short = "merge_method: karcher\nmodels: [{model: a}, {model: b}]\ntokenizer_source: "
+    assert converted(tmp_path, f"{short}b\n").tokenizer == "b"
+    assert converted(tmp_path, f"{short}base\n").tokenizer == "base"
+    with pytest.raises(InputError, match="line 3: 'c' is none of the models"):
+        converted(tmp_path, f"{short}c\n")
+    with pytest.raises(InputError, match="line 4: 'chatml' is a template of mergekit's own"):
+        converted(tmp_path, f"{short}b\nchat_template: chatml\n")

@@ -1,4 +1,4 @@
-"""Files beside the weights, copied byte for byte; only a config is edited, where dtype or layers are no longer what it says."""
+"""Files beside the weights, copied byte for byte; a config is edited only where the weights are no longer what it says."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from acemerge.checkpoints.folder import read_json
 def copy_side_file(path: Path, folder: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Copy one file into a folder; `dtype` is what the weights there were converted to, if they were."""
     if path.name == "config.json" and (dtype or changes):
-        config = {**read_json(path), **changes}
-        if dtype:
-            config[_dtype_key(config)] = dtype
-        (folder / path.name).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_side_file(path.name, {**read_json(path), **changes}, folder, dtype)
     else:
         shutil.copyfile(path, folder / path.name)
+
+
+def write_side_file(name: str, content: Mapping[str, Any] | str, folder: Path, dtype: str | None) -> None:
+    """The same of one that is no copy: JSON, or text."""
+    if isinstance(content, str):
+        (folder / name).write_text(content, encoding="utf-8")
+        return
+    edited = {_dtype_key(content): dtype} if name == "config.json" and dtype else {}
+    text = json.dumps({**content, **edited}, indent=2, ensure_ascii=False)
+    (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def _dtype_key(config: Mapping[str, Any]) -> str:

@@ -41,7 +41,8 @@ def output_layers_tied_by_expert(base: Checkpoint, expert: Checkpoint, found: Co
         return {}
     source = _input_embeddings(expert, ())
     absent = [name for name in base.tensors if matches(name, _OUTPUT_LAYERS) and name not in found]
-    return {name: source for name in absent if source and expert.tensors[source].shape == base.tensors[name].shape}
+    # A larger vocabulary has more rows.
+    return {name: source for name in absent if source and expert.tensors[source].shape[1:] == base.tensors[name].shape[1:]}
 
 
 def _input_embeddings(model: Checkpoint, leaving_out: Collection[str]) -> str | None:

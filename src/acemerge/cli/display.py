@@ -18,10 +18,11 @@ from acemerge.methods import Method
 from acemerge.methods.registry import Kind
 from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
 from acemerge.planning.like_layers import together
-from acemerge.planning.plan import Plan
+from acemerge.planning.plan import Plan, rows_told
 from acemerge.planning.shares import ACTIONS, shares_told
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, is_computed
 from acemerge.planning.view import View
+from acemerge.planning.vocabulary import Vocabulary
 from acemerge.recipe.sizes import human_bytes
 from acemerge.recipe.values import as_text
 from acemerge.reports.facts import facts_told, title
@@ -78,10 +79,10 @@ def print_plan(plan: Plan, verbose: bool) -> None:
     """The tensors' fates, like ones of all layers on one line or, with `verbose`, one by one; then the totals."""
     table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
     varying = plan.varying_options
-    cells = [(tensor.name, _fate_cells(tensor, varying), tensor) for tensor in plan.tensors]
+    cells = [(tensor.name, _fate_cells(plan, tensor, varying), tensor) for tensor in plan.tensors]
     lines = [(name, [tensor]) for name, _, tensor in cells] if verbose else together(cells)
     for name, alike in lines:
-        shape, *rest = _fate_cells(alike[0], varying)
+        shape, *rest = _fate_cells(plan, alike[0], varying)
         table.add_row(name, f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
     for name, original in plan.omitted.items():
         table.add_row(name, "", "", "tied", f"stored once, as {original}")
@@ -96,11 +97,12 @@ def print_plan(plan: Plan, verbose: bool) -> None:
     )
 
 
-def _fate_cells(tensor: PlannedTensor, varying: Sequence[str]) -> tuple[str, ...]:
+def _fate_cells(plan: Plan, tensor: PlannedTensor, varying: Sequence[str]) -> tuple[str, ...]:
     """Shape, dtype, fate and why."""
-    shape = "x".join(map(str, tensor.header.shape)) or "scalar"
-    told = [tensor.reason, _how(tensor, varying) if is_computed(tensor) and tensor.action == "merged" else ""]
-    return shape, tensor.output_dtype, tensor.action, ": ".join(filter(None, told))
+    shape = "x".join(map(str, tensor.output_header.shape)) or "scalar"
+    how = _how(tensor, varying) if is_computed(tensor) and tensor.action == "merged" else ""
+    told = ": ".join(filter(None, [tensor.reason, how]))
+    return shape, tensor.output_dtype, tensor.action, "; ".join(filter(None, [told, rows_told(tensor, plan.experts)]))
 
 
 def _how(tensor: ComputedTensor, varying: Sequence[str]) -> str:
@@ -130,11 +132,20 @@ def _print_summary(plan: Plan, console: Console) -> None:
     console.print(f"of all weights: {shares_told(plan.weights)}")
     if any(expert.changes is not None for expert in plan.experts):
         console.print(_routes(plan))
+    if plan.vocabulary:
+        console.print(_tokenizer(plan.vocabulary))
     if plan.heads:
         names = ", ".join(plan.experts[head.expert].name for head in plan.heads)
         console.print(f"each expert's own head goes to heads/: {names}")
     for note in plan.notes:
         console.print(f"note: {note}")
+
+
+def _tokenizer(vocabulary: Vocabulary) -> str:
+    """Which tokens the output has."""
+    whose = {"base": "of the base", "union": "of all models, a union"}.get(vocabulary.tokenizer, f"of '{vocabulary.tokenizer}'")
+    files = "" if vocabulary.roles is vocabulary.owner else f"; chat template and generation config of '{vocabulary.roles.name}'"
+    return f"tokenizer {whose}: {len(vocabulary.ids)} tokens in {vocabulary.rows} rows{files}"
 
 
 def _routes(plan: Plan) -> str:

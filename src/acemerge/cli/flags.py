@@ -56,6 +56,17 @@ class RecipeFlags:
         "Task heads: 'own' (the default; the base's in the model, each expert's in heads/), 'average' for experts with the same "
         "labels, or 'keep' the base's only.",
     )
+    tokenizer: str | None = option(
+        None,
+        "Whose tokens the output has: 'base' (the default), 'union' for those of all models, or an expert's name. Embeddings and "
+        "output layers are lined up by token.",
+        metavar="base|union|EXPERT",
+    )
+    files_from: str | None = option(
+        None,
+        "Take tokenizer, chat template and generation config from this expert; with --tokenizer, all but the tokenizer.",
+        metavar="EXPERT",
+    )
     dtype: str | None = option(
         None, "Output dtype: float32, bfloat16, float16 or float64; by default each tensor keeps the base's."
     )

@@ -20,6 +20,7 @@ from acemerge.planning.kinship import with_kinship
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.planning.slices import arrange
+from acemerge.planning.vocabulary_choice import choose_vocabulary
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 
@@ -81,7 +82,8 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
         check_experts_can_run(recipe, experts)
         data = open_data(suite or recipe.data, base, experts, relative_to)
         layers = LayerRules(data, experts)
-    return [build_plan(each, base, experts, base.config, data, layers) for each in recipes]
+    chosen = choose_vocabulary(recipe, base, experts, base.config)
+    return [build_plan(each, base, experts, base.config, data, layers, chosen) for each in recipes]
 
 
 def note_kinship(plans: Sequence[Plan]) -> list[Plan]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -137,7 +137,7 @@ def _in_file_order(plan: Plan, shard: str) -> Sequence[PlannedTensor]:
     """Wide dtypes first, which keeps every tensor aligned in the file; an adapter's file sees to that itself."""
     if plan.recipe.save_as == "adapter":
         return plan.shards[shard]
-    return sorted(plan.shards[shard], key=lambda tensor: -tensor.output_bytes // max(1, tensor.header.elements))
+    return sorted(plan.shards[shard], key=lambda tensor: -tensor.output_bytes // max(1, tensor.output_header.elements))
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _ModelOutput:
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        headers = [(t.name, replace(t.header, dtype=t.output_dtype)) for t in _in_file_order(self.plan, self.shard)]
+        headers = [(t.name, t.output_header) for t in _in_file_order(self.plan, self.shard)]
         self._file = StreamedFile(self.folder / self.shard, headers, self.open_files)
         self._parts = PartsWriter(self.folder, self.shard, self.open_files)
 

@@ -49,6 +49,8 @@ class TensorRecord(_Account):
     action: str
     reason: str
     shard: str
+    rows: str | None = None
+    """Of a tensor with a row for every token, what became of them, if they did not stay where they were."""
     method: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     orientation: str | None = None
@@ -123,6 +125,8 @@ class Manifest(_Account):
     per_task: bool = False
     uses: str = "weights"
     data: dict[str, Any] | None = None
+    vocabulary: dict[str, Any] | None = None
+    """Whose tokens the output has, where models differ in theirs or something was asked for."""
     totals: dict[str, int | float] = Field(default_factory=dict)
     tensors: list[TensorRecord]
     omitted: dict[str, str] = Field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from acemerge.checkpoints.card import licence
-from acemerge.checkpoints.side_files import copy_side_file
+from acemerge.checkpoints.side_files import copy_side_file, write_side_file
 from acemerge.checkpoints.source import Source, Sources
 from acemerge.output.adapter_writer import write_adapter_config
 from acemerge.output.input_hashes import Hashes
@@ -18,6 +18,7 @@ from acemerge.output.manifest import Manifest, manifest_of, write_manifest
 from acemerge.output.staging import Staging
 from acemerge.planning.plan import Plan
 from acemerge.planning.shares import ACTIONS, shares_told
+from acemerge.planning.vocabulary_files import side_files
 from acemerge.version import __version__
 
 
@@ -29,8 +30,11 @@ def write_documents(
     if plan.recipe.save_as == "adapter":
         write_adapter_config(plan, sources, folder)
     else:
-        for path in plan.base.side_files():
-            copy_side_file(path, folder, plan.recipe.dtype, plan.base.config_changes)
+        for name, file in side_files(plan.base, plan.vocabulary).items():
+            if isinstance(file, Path):
+                copy_side_file(file, folder, plan.recipe.dtype, plan.base.config_changes)
+            else:
+                write_side_file(name, file(), folder, plan.recipe.dtype)
         _write_index(plan, folder)
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
@@ -52,7 +56,7 @@ def _write_index(plan: Plan, folder: Path) -> None:
         return
     weight_map = {tensor.name: shard for shard, tensors in plan.shards.items() for tensor in tensors}
     total_size = sum(tensor.output_bytes for tensor in plan.tensors)
-    parameters = sum(tensor.header.elements for tensor in plan.tensors)
+    parameters = sum(tensor.output_header.elements for tensor in plan.tensors)
     index = {
         "metadata": {"total_parameters": parameters, "total_size": total_size},
         "weight_map": dict(sorted(weight_map.items())),
@@ -117,7 +121,7 @@ Base: {sources.base.public_name}. Experts:
 {experts}
 
 Tensors: {counts}{tied}. Of all weights: {shares_told(plan.weights)}. `acemerge_manifest.json` says which, and why.
-{_adapter_section(plan)}{_per_task_section(plan)}{_heads_section(plan)}
+{_tokenizer_section(plan)}{_adapter_section(plan)}{_per_task_section(plan)}{_heads_section(plan)}
 ## Recipe
 
 ```yaml
@@ -140,6 +144,16 @@ def _made(plan: Plan) -> str:
     if plan.recipe.save_as == "adapter":
         return "One adapter made from"
     return "One model per task, not one merged model, made from" if plan.per_task_methods else "One model made from"
+
+
+def _tokenizer_section(plan: Plan) -> str:
+    """Whose tokens it has, where models differ in theirs."""
+    if plan.vocabulary is None:
+        return ""
+    whose = {"base": "the base's", "union": "a union of all models'"}.get(
+        plan.vocabulary.tokenizer, f"`{plan.vocabulary.owner.name}`'s"
+    )
+    return f"\nTokenizer: {whose}, {len(plan.vocabulary.ids)} tokens. Embeddings and output layers were lined up by token.\n"
 
 
 def _adapter_section(plan: Plan) -> str:

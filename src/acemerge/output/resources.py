@@ -23,6 +23,8 @@ _DOCUMENTS, _DOCUMENTS_PER_TENSOR = 20_000, 2_000  # bytes of card, recipe, mani
 def needed_space(plan: Plan, at_once: int = 1) -> int:
     """Bytes on disk while the output is being written: weights, parts and their temporary copies, copied files, documents."""
     owners = [plan.base, *(plan.experts[head.expert] for head in plan.heads)]
+    if plan.vocabulary:  # a union's tokenizer is as large as all of them at most
+        owners += [expert for expert in plan.experts if expert not in owners]
     copied = sum(path.stat().st_size for model in owners for path in model.side_files())
     temporary = plan.temporary_bytes * min(at_once, len(plan.shards))
     return plan.output_bytes + temporary + copied + _DOCUMENTS + _DOCUMENTS_PER_TENSOR * len(plan.tensors)

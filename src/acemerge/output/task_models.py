@@ -22,9 +22,10 @@ from torch import Tensor
 
 from acemerge.adapters.adapter import Adapter, is_adapter
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint, read_json
-from acemerge.checkpoints.side_files import copy_side_file
+from acemerge.checkpoints.side_files import copy_side_file, write_side_file
 from acemerge.checkpoints.source import expand_home
 from acemerge.checkpoints.tensor_header import TensorHeader, element_size
+from acemerge.checkpoints.tokenizer import GENERATION, TOKENIZER_FILES
 from acemerge.checkpoints.untrusted import check_inside
 from acemerge.errors import InputError, MergeError, did_you_mean
 from acemerge.output.manifest import MANIFEST, ExportManifest, Manifest, is_export, read_manifest, write_manifest
@@ -32,7 +33,10 @@ from acemerge.output.staging import check_output, staged_output
 from acemerge.output.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
 from acemerge.output.writer import write_safetensors
 from acemerge.planning.plan import Plan
+from acemerge.planning.rows import OutputRows
+from acemerge.planning.vocabulary_files import CONFIG, fitted_config
 from acemerge.tensors.nonfinite import INSIST, REPAIR, count_nonfinite
+from acemerge.tensors.output_rows import place_rows
 
 _COPY_AGAIN = "copy the whole output folder again"
 
@@ -44,26 +48,43 @@ def write_heads(plan: Plan, folder: Path) -> None:
         target = folder / "heads" / expert.name
         target.mkdir(parents=True, exist_ok=True)
         dtype = plan.recipe.dtype
-        headers = [(name, _in_dtype(expert.tensors[name], dtype)) for name in head.tensors]
-        write_safetensors(target / HEAD_TENSORS, headers, (_head_tensor(plan, expert, name, header) for name, header in headers))
+        rows = {name: _head_rows(plan, head.expert, name) for name in head.tensors}
+        stored = {name: own.header(expert.tensors[name]) if own else expert.tensors[name] for name, own in rows.items()}
+        headers = [(name, _in_dtype(header, dtype)) for name, header in stored.items()]
+        values = (_head_tensor(plan, expert, name, header, rows[name]) for name, header in headers)
+        write_safetensors(target / HEAD_TENSORS, headers, values)
         names: dict[str, Any] = {"backbone": dict(sorted(head.backbone.items()))}
         if isinstance(expert, Adapter):
             names["task_type"] = expert.settings.get("task_type")
         (target / HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
-        for path in expert.side_files():
+        for path in _fitting_files(plan, head.expert):
             copy_side_file(path, target, dtype)
         if isinstance(expert, Adapter) and plan.base.config:
             config = expert.head_config(plan.base.config, {name: expert.tensors[name] for name in head.tensors})
-            (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            config = fitted_config(plan.vocabulary, plan.base, config) if plan.vocabulary else config
+            (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        elif plan.vocabulary and expert.config and not plan.vocabulary.is_as_output(head.expert):
+            write_side_file(CONFIG, fitted_config(plan.vocabulary, expert, expert.config), target, dtype)
 
 
-def _head_tensor(plan: Plan, expert: Checkpoint, name: str, header: TensorHeader) -> Tensor:
+def _fitting_files(plan: Plan, expert: int) -> list[Path]:
+    """An expert's small files; not its tokenizer, if the merged model has other tokens: that gets along with its own."""
+    fits = plan.vocabulary is None or plan.vocabulary.is_as_output(expert)
+    return [path for path in plan.experts[expert].side_files() if fits or path.name not in (*TOKENIZER_FILES, GENERATION)]
+
+
+def _head_rows(plan: Plan, expert: int, name: str) -> OutputRows | None:
+    """Of an output layer over the expert's own tokens."""
+    return plan.vocabulary.head_rows(expert, name, plan.experts[expert].tensors[name]) if plan.vocabulary else None
+
+
+def _head_tensor(plan: Plan, expert: Checkpoint, name: str, header: TensorHeader, rows: OutputRows | None) -> Tensor:
     value = expert.read(name).to(getattr(torch, header.dtype))
     if value.is_floating_point() and not plan.recipe.allow_nonfinite and (bad := count_nonfinite(value)):
         raise MergeError(
             f"tensor '{name}' of expert {expert.where}, a part of its head, has {bad} NaN or infinite values; {REPAIR}, {INSIST}"
         )
-    return value
+    return place_rows(rows, value) if rows else value
 
 
 def _in_dtype(header: TensorHeader, dtype: str | None) -> TensorHeader:

@@ -56,10 +56,17 @@ def peak_memory(tensor: PlannedTensor) -> int:
     if tensor.fate.core:
         return _peak_memory_in_core(tensor, tensor.fate.core)
     if tensor.fate.in_pieces:
-        return 2 * tensor.output_bytes  # one is merged while the one before is written
+        # One is merged while the one before is written.
+        return 2 * tensor.output_bytes + _lining_up(tensor) * sum(bool(source.rows) for source in tensor.experts)
     whole = tensor.header.elements * _working_size(tensor)
     working = get_method(tensor.fate.method).float64_elements(*matrix_shape(tensor)) * 8
-    return int(len(tensor.fate.experts) * whole + max(working, whole) + tensor.output_bytes)
+    return int(len(tensor.fate.experts) * whole + max(working, whole) + tensor.output_bytes + _lining_up(tensor))
+
+
+def _lining_up(tensor: PlannedTensor) -> int:
+    """Of one copy of the tensor, if rows are put in another order."""
+    moved = tensor.rows or any(source.rows for source in tensor.experts)
+    return tensor.header.elements * _working_size(tensor) if moved else 0
 
 
 def _peak_memory_in_core(tensor: ComputedTensor, core: Core) -> int:

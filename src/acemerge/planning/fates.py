@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from acemerge.methods import Options
 from acemerge.numerics.frame import Sides
 from acemerge.planning.reasons import Reason
+from acemerge.planning.rows import LinedUp
 from acemerge.planning.view import View
 
 Action = Literal["merged", "averaged", "kept", "copied"]
@@ -24,6 +25,8 @@ class ExpertTensor:
 
     expert: int
     name: str | None
+    rows: LinedUp | None = None
+    """How its rows are put in the base's order, if they are not in it."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def _matrices_of(plan: Plan, index: int) -> list[tuple[PlannedTensor, str]]:
     if changes is not None:
         return []
     matrices = [tensor for tensor in computed(plan.tensors) if len(tensor.header.shape) == 2]
-    return [(tensor, source.name) for tensor in matrices for source in tensor.experts if source.expert == index and source.name]
+    own = [(tensor, source) for tensor in matrices for source in tensor.experts if source.expert == index]
+    return [(tensor, source.name) for tensor, source in own if source.name and not source.rows]  # in the base's order
 
 
 def _cosine(base: Tensor, expert: Tensor) -> float | None:

@@ -21,6 +21,7 @@ from acemerge.planning.estimates import flops, input_bytes, measured_bytes, part
 from acemerge.planning.fates import Action
 from acemerge.planning.shares import ACTIONS, weights_by_fate
 from acemerge.planning.tensor import PlannedTensor, computed, is_computed
+from acemerge.planning.vocabulary import Vocabulary
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.values import varies
 from acemerge.version import __version__
@@ -54,6 +55,8 @@ class Plan:
     notes: tuple[str, ...]
     data: PlannedData | None = None
     """For methods that use it."""
+    vocabulary: Vocabulary | None = None
+    """None: all models have the same tokens in the same rows, as far as is known."""
     strangers: tuple[str, ...] = ()
     """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base."""
     doubts: tuple[str, ...] = ()
@@ -144,7 +147,7 @@ class Plan:
     @cached_property
     def weights(self) -> dict[str, int]:
         """How many numbers have which fate."""
-        return weights_by_fate((tensor.action, tensor.header.elements) for tensor in self.tensors)
+        return weights_by_fate((tensor.action, tensor.output_header.elements) for tensor in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """The whole plan for machines."""
@@ -159,6 +162,7 @@ class Plan:
             "per_task": bool(self.per_task_methods),
             "uses": self.uses,
             **({"data": self.data.record} if self.data else {}),
+            **({"vocabulary": self.vocabulary.record} if self.vocabulary else {}),
             "totals": {
                 **{action: self.count(action) for action in ACTIONS},
                 **{f"{action}_weights": count for action, count in self.weights.items()},
@@ -194,13 +198,15 @@ def tensor_record(tensor: PlannedTensor, shard: str, experts: Sequence[Checkpoin
     """One tensor of the plan, as plain values."""
     record: dict[str, Any] = {
         "name": tensor.name,
-        "shape": list(tensor.header.shape),
+        "shape": list(tensor.output_header.shape),
         "dtype": tensor.header.dtype,
         "output_dtype": tensor.output_dtype,
         "action": tensor.action,
         "reason": tensor.reason,
         "shard": shard,
     }
+    if told := rows_told(tensor, experts):
+        record["rows"] = told
     if is_computed(tensor):
         fate = tensor.fate
         record["method"] = fate.method
@@ -210,3 +216,23 @@ def tensor_record(tensor: PlannedTensor, shard: str, experts: Sequence[Checkpoin
         if any(expert.changes is not None for expert in experts):
             record["route"] = f"core of rank {fate.core.rank}" if fate.core else "dense"
     return record
+
+
+def rows_told(tensor: PlannedTensor, experts: Sequence[Checkpoint]) -> str:
+    """What becomes of the rows of a tensor that has one for every token, in words; empty if they stay where they are."""
+    lined_up = [experts[source.expert].name for source in tensor.experts if source.rows]
+    told = [f"rows of {_listed(lined_up)} lined up by token"] if lined_up else []
+    if tensor.rows:
+        base, output = tensor.header.shape[tensor.rows.axis], len(tensor.rows.merged)
+        told += [f"{base} rows become {output}"] if base != output else ["rows in another order or replaced"]
+        told += [
+            f"{len(taken.to)} taken from {'the base' if taken.expert is None else _listed([experts[taken.expert].name])}"
+            for taken in tensor.rows.taken
+        ]
+        told += [f"{count} zero"] if (count := len(tensor.rows.zero)) else []
+        told += [f"{count} the mean of all"] if (count := len(tensor.rows.unfounded)) else []
+    return ", ".join(told)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)

@@ -25,6 +25,7 @@ from acemerge.checkpoints.families import (
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.tied import output_layers_tied_by_expert, tied_names
+from acemerge.checkpoints.vocabulary_tensors import vocabulary_axes
 from acemerge.errors import InputError, PreflightError
 from acemerge.layer_names import relative_depths
 from acemerge.methods import Method, Options, get_method
@@ -35,10 +36,12 @@ from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor
 from acemerge.planning.origins import origin_notes
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why
+from acemerge.planning.rows import LinedUp, OutputRows
 from acemerge.planning.slices import slice_of_each
 from acemerge.planning.tensor import Planned, PlannedTensor, computed
-from acemerge.planning.tokenizers import tokenizer_notes
 from acemerge.planning.view import View
+from acemerge.planning.vocabulary import Vocabulary
+from acemerge.planning.vocabulary_choice import VocabularyChoice, choose_vocabulary
 from acemerge.recipe.recipe import Recipe, TensorRule
 from acemerge.recipe.values import Place, values_at, varies
 
@@ -50,9 +53,14 @@ def build_plan(
     config: Mapping[str, Any],
     data: PlannedData | None = None,
     layers: ExpertLayers | None = None,
+    chosen: VocabularyChoice | None = None,
 ) -> Plan:
-    """Decide everything, or raise PreflightError with every problem found. Methods that use data need it and the layers."""
-    return _Planner(recipe, base, tuple(experts), config, data, layers).plan()
+    """Decide everything, or raise PreflightError with every problem found. Methods that use data need it and the layers.
+
+    `chosen` is what was found of the vocabularies for another plan of the same models.
+    """
+    chosen = chosen or choose_vocabulary(recipe, base, experts, config)
+    return _Planner(recipe, base, tuple(experts), config, data, layers, chosen).plan()
 
 
 class _Planner:
@@ -66,6 +74,7 @@ class _Planner:
         config: Mapping[str, Any],
         data: PlannedData | None,
         layers: ExpertLayers | None,
+        chosen: VocabularyChoice,
     ) -> None:
         self.recipe, self.base, self.experts, self.config, self.data, self.layers = recipe, base, experts, config, data, layers
         self.problems: list[str] = []
@@ -85,6 +94,7 @@ class _Planner:
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
         self.tied = [output_layers_tied_by_expert(base, e, names) for e, names in zip(experts, self.names, strict=True)]
         self.tied_in_experts: dict[str, Mapping[str, str]] = {}
+        self.chosen, self.vocabulary = chosen, chosen.vocabulary
         self.used_rules: set[int] = set()
         self.only_adapters = all(expert.changes is not None for expert in experts)
 
@@ -112,7 +122,7 @@ class _Planner:
             raise PreflightError(self.problems)
         return Plan(
             self.recipe, self.method, self.options, self.base, self.experts, self.family, tensors, heads, self.omitted,
-            tuple(self.notes), self.data,
+            tuple(self.notes), self.data, self.vocabulary,
         )  # fmt: skip
 
     # -- whole models
@@ -133,7 +143,19 @@ class _Planner:
             if kinds := self._other_kind(expert):
                 self.notes.append(f"expert '{expert.name}' is another kind of model than the base{kinds}")
         self.notes.extend(origin_notes(self.base, self.experts))
-        self.notes.extend(tokenizer_notes(self.base, self.experts))
+        self.notes.extend(self.chosen.notes)
+        self.problems.extend(self.chosen.problems)
+        if self.vocabulary and self.data:
+            self._refuse_data(self.vocabulary)
+
+    def _refuse_data(self, vocabulary: Vocabulary) -> None:
+        """Models are run on the ids of an expert's own tokens, also the one that is being merged."""
+        for expert, own in zip(self.experts, vocabulary.differences, strict=True):
+            if own:
+                self.problems.append(
+                    f"a method that uses data runs models of one vocabulary, and expert {expert.where} has another than the "
+                    "base's; leave it out, or choose a method that uses the weights alone"
+                )
 
     # -- one tensor of the base
 
@@ -142,7 +164,17 @@ class _Planner:
         dtype = self.recipe.dtype if self.recipe.dtype and header.is_mergeable else header.dtype
         if header.dtype.startswith("float8"):
             self.problems.append(f"tensor '{name}' of {self.base.where} is stored as {header.dtype}; give an unquantised model")
-        return Planned(name=name, header=header, output_dtype=dtype, fate=self._fate(name, header))
+        rows = self._output_rows(name, header)
+        return Planned(name=name, header=header, output_dtype=dtype, fate=self._fate(name, header), rows=rows)
+
+    def _output_rows(self, name: str, header: TensorHeader) -> OutputRows | None:
+        """Of a tensor with a row for every token, if the output's tokens are not the base's."""
+        rows = self.vocabulary.output_rows(name, header, self._sources(name)) if self.vocabulary else None
+        if rows and not header.is_mergeable:
+            self.problems.append(
+                f"tensor '{name}' of {self.base.where} has {header.dtype} rows, which --tokenizer cannot rearrange"
+            )
+        return rows
 
     def _fate(self, name: str, header: TensorHeader) -> Fate:
         if not header.is_mergeable:
@@ -284,10 +316,15 @@ class _Planner:
     def _sources(self, name: str) -> tuple[ExpertTensor, ...]:
         """The experts that have it, in order; adapters that leave it as it is count, if anybody changes it."""
         names = [own.get(name) or tied.get(name) for own, tied in zip(self.names, self.tied, strict=True)]
-        found = [ExpertTensor(index, theirs) for index, theirs in enumerate(names)]
+        found = [ExpertTensor(index, theirs, self._lined_up(index, name, theirs)) for index, theirs in enumerate(names)]
         if all(source.name is None for source in found):
             return ()
         return tuple(source for source in found if source.name is not None or self.experts[source.expert].changes is not None)
+
+    def _lined_up(self, index: int, name: str, theirs: str | None) -> LinedUp | None:
+        if theirs is None or self.vocabulary is None:
+            return None
+        return self.vocabulary.lined_up(index, name, self.experts[index].tensors[theirs])
 
     def _core(self, sources: Sequence[ExpertTensor], sides: Sides | None) -> Core | None:
         """Of low-rank factors, if all experts change it by such and the method can merge them as such."""
@@ -303,18 +340,25 @@ class _Planner:
             rank += change.rank
         return Core(sides, rank)
 
+    def _named(self, sources: Sequence[ExpertTensor]) -> list[ExpertTensor]:
+        return [source for source in sources if source.name is not None]
+
     def _present(self, sources: Sequence[ExpertTensor]) -> list[tuple[Checkpoint, str]]:
         return [(self.experts[source.expert], source.name) for source in sources if source.name is not None]
 
     def _equally_shaped(self, header: TensorHeader, sources: Sequence[ExpertTensor]) -> bool:
-        """Unlike a vocabulary that has grown."""
-        return all(expert.tensors[name].shape == header.shape for expert, name in self._present(sources))
+        """Unlike a vocabulary that cannot be lined up."""
+        for source, (expert, name) in zip(self._named(sources), self._present(sources), strict=True):
+            theirs = expert.tensors[name].shape
+            if header.shape != (source.rows.shape(theirs) if source.rows else theirs):
+                return False
+        return True
 
     def _note_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
         """A kept tensor of another shape, such as a larger vocabulary, is no obstacle, but worth knowing; unless kinds differ."""
-        for expert, their_name in self._present(sources):
+        for source, (expert, their_name) in zip(self._named(sources), self._present(sources), strict=True):
             theirs = expert.tensors[their_name].shape
-            if theirs == header.shape:
+            if header.shape in (theirs, source.rows.shape(theirs) if source.rows else theirs):
                 continue
             if kinds := self._other_kind(expert):
                 self.problems.append(
@@ -324,7 +368,14 @@ class _Planner:
             else:
                 self.notes.append(
                     f"'{name}' is {list(theirs)} in expert '{expert.name}', {list(header.shape)} in the base, whose value is kept"
+                    f"{self._without_tokenizer(source.expert, name)}"
                 )
+
+    def _without_tokenizer(self, expert: int, name: str) -> str:
+        """What would help where another number of tokens is the cause."""
+        if name not in vocabulary_axes(self.base, self.config) or self.experts[expert].changes is not None:
+            return ""
+        return "; with the tokenizer.json of both in their folders, rows are lined up by token"
 
     def _other_kind(self, expert: Checkpoint) -> str:
         """How the configs say that it is another kind of model, if they do."""
@@ -332,12 +383,13 @@ class _Planner:
         return f" (model_type '{theirs}' against '{ours}')" if theirs and ours and theirs != ours else ""
 
     def _check_shapes(self, name: str, header: TensorHeader, sources: tuple[ExpertTensor, ...]) -> None:
-        for expert, their_name in self._present(sources):
+        for source, (expert, their_name) in zip(self._named(sources), self._present(sources), strict=True):
             theirs = expert.tensors[their_name]
-            if theirs.shape != header.shape:
+            if (source.rows.shape(theirs.shape) if source.rows else theirs.shape) != header.shape:
                 self.problems.append(
                     f"tensor '{name}': shape {list(header.shape)} in base {self.base.where}, {list(theirs.shape)} in expert "
                     f"{expert.where}; give fine-tunes of this base, or a recipe rule {{match: '{name}', do: keep}} (or do: head)"
+                    f"{self._without_tokenizer(source.expert, name)}"
                 )
             elif not theirs.is_mergeable:
                 self.problems.append(
@@ -403,6 +455,11 @@ class _Planner:
 
     def _say_one_model_per_task(self, tensors: Sequence[PlannedTensor]) -> None:
         for name in per_task_methods(tensors):
+            if any(tensor.rows and tensor.method == name for tensor in tensors):
+                self.problems.append(
+                    f"method '{name}' makes one model per task, each with the base's vocabulary; leave out --tokenizer, "
+                    "--files-from, token_sources and pad_to_multiple_of"
+                )
             if self.recipe.save_as == "adapter":
                 self.problems.append(f"--as adapter: method '{name}' makes one model per task, which one adapter cannot hold")
             self.notes.append(

@@ -8,6 +8,7 @@ from typing import Generic, Literal, TypeGuard, TypeVar
 
 from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.planning.fates import Action, Computed, ExpertTensor, Fate, Setting
+from acemerge.planning.rows import OutputRows
 
 Form = Literal["value", "factors", "absent"]
 AnyFate = TypeVar("AnyFate", bound=Fate, covariant=True)
@@ -25,6 +26,8 @@ class Planned(Generic[AnyFate]):
     """How the output holds it: as its value; as the factors of its change; or, left to the base, not at all."""
     factors_rank: int = 0
     """At most, if it is written as factors."""
+    rows: OutputRows | None = None
+    """Of a tensor with a row for every token: the output's, if these are not the base's."""
 
     @property
     def action(self) -> Action:
@@ -52,13 +55,18 @@ class Planned(Generic[AnyFate]):
         return self.fate.experts if isinstance(self.fate, Computed) else ()
 
     @property
+    def output_header(self) -> TensorHeader:
+        """Of what is written, if that is its value."""
+        header = self.rows.header(self.header) if self.rows else self.header
+        return replace(header, dtype=self.output_dtype)
+
+    @property
     def output_bytes(self) -> int:
         """Its size in the output, at most."""
-        size = element_size(self.output_dtype)
         if self.form == "factors":
             rows = self.header.shape[0]
-            return (rows + self.header.elements // max(1, rows)) * self.factors_rank * size
-        return self.header.elements * size if self.form == "value" else 0
+            return (rows + self.header.elements // max(1, rows)) * self.factors_rank * element_size(self.output_dtype)
+        return self.output_header.nbytes if self.form == "value" else 0
 
 
 PlannedTensor = Planned[Fate]

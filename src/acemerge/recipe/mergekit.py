@@ -176,7 +176,7 @@ class _Conversion:
                 for each, options in zip(self.slices, by_slice, strict=True)
             ]
             fields.setdefault("options", {})
-        fields |= self._dtype() | self._tokenizer()
+        fields |= self._dtype() | self._tokenizer(names)
         return {**fields, **({"notes": self.notes} if self.notes else {})}
 
     def _experts(self, models: Sequence[str], base: str) -> list[str]:
@@ -229,11 +229,56 @@ class _Conversion:
             self.refuse((name,), f"dtype '{dtype}' cannot be written; use float32, float16, bfloat16 or float64")
         return {"dtype": dtype}
 
-    def _tokenizer(self) -> dict[str, Any]:
-        for name in ("tokenizer_source", "tokenizer", "chat_template"):
-            if self.fields.get(name) not in (None, "base"):
-                self.refuse((name,), f"'{name}' is not read; the output gets the base's tokenizer")
-        return {}
+    # -- its vocabulary
+
+    def _tokenizer(self, names: Mapping[str, str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        given = self.fields.get("tokenizer")
+        if given is not None:
+            self._only(given, ("tokenizer",), {"source", "tokens", "pad_to_multiple_of"})
+            found["tokenizer"] = self._named(given.get("source", "union"), ("tokenizer", "source"), names)
+            tokens = given.get("tokens") or {}
+            if not isinstance(tokens, dict):
+                self.refuse(("tokenizer", "tokens"), "tokens must be a mapping of tokens to sources")
+            sources = {str(t): self._token(own, ("tokenizer", "tokens", t), names) for t, own in tokens.items()}
+            found |= {"token_sources": sources} if sources else {}
+            found |= {"pad_to_multiple_of": given["pad_to_multiple_of"]} if given.get("pad_to_multiple_of") else {}
+        elif self.fields.get("tokenizer_source"):
+            found["tokenizer"] = self._named(self.fields["tokenizer_source"], ("tokenizer_source",), names)
+        return found | self._chat_template()
+
+    def _named(self, given: Any, key: Key, names: Mapping[str, str]) -> str:
+        """base, union, or a model by the name that it has here."""
+        if given in ("base", "union"):
+            return str(given)
+        model = self._model(given, key)
+        if model not in names and model != self.base:
+            self.refuse(key, f"'{model}' is none of the models of this merge")
+        return names.get(model, "base")
+
+    def _token(self, given: Any, key: Key, names: Mapping[str, str]) -> dict[str, Any]:
+        """mergekit keeps a row that the base has unless it is told to force another."""
+        self._only(given, key, {"source", "force"})
+        source, force = given.get("source"), bool(given.get("force", False))
+        if not isinstance(source, dict) or "kind" not in source:
+            if source is None:
+                self.refuse(key, "a source is missing: write 'source: MODEL'")
+            return {"source": self._named(source, (*key, "source"), names), "force": force}
+        if source["kind"] == "zero":
+            return {"source": "zero", "force": force}
+        self._only(source, (*key, "source"), {"kind", "model", "token", "token_id"})
+        if source["kind"] != "model_token" or "token" not in source:
+            self.refuse((*key, "source"), "give the token itself: {kind: model_token, model: MODEL, token: TOKEN}")
+        owner = self._named(source.get("model"), (*key, "source", "model"), names)
+        return {"source": owner, "token": str(source["token"]), "force": force}
+
+    def _chat_template(self) -> dict[str, Any]:
+        template = self.fields.get("chat_template")
+        if template is None:
+            return {}
+        if "{" not in str(template):
+            self.refuse(("chat_template",), f"'{template}' is a template of mergekit's own; write the template itself, in Jinja")
+        return {"chat_template": str(template)}
 
 
 def _names(models: Sequence[str]) -> dict[str, str]:

@@ -78,6 +78,20 @@ class Slice(_Strict):
         return next(end - start for start, end in self.layers.values())
 
 
+class TokenSource(_Strict):
+    """Where the row of a token comes from: `base`, an expert's name, or `zero`."""
+
+    source: str
+    token: str | None = None
+    """The row that the source has for this token instead."""
+    force: bool = True
+    """Also where the base has the token, whose row would otherwise be merged like all others."""
+
+
+def _as_source(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
 def _as_expert(value: Any) -> Any:
     return {"model": value} if isinstance(value, str) else value
 
@@ -99,6 +113,16 @@ class Recipe(_Strict):
     missing: Literal["error", "skip"] = "error"
     heads: Literal["own", "average", "keep"] = "own"
     """Of tasks. own: the base's in the model, each expert's in heads/; average: the experts' mean; keep: the base's only."""
+    tokenizer: str | None = None
+    """Whose tokens the output has: `base` (the default), `union` or an expert's name. Rows are lined up by token in any case."""
+    files_from: str | None = None
+    """Whose chat template, special tokens and generation config the output gets; and whose tokenizer, unless that is given."""
+    token_sources: dict[str, Annotated[TokenSource, BeforeValidator(_as_source)]] = Field(default_factory=dict)
+    """Token -> where its row comes from. By default a token that the base lacks has the mean of the experts' that have it."""
+    chat_template: str | None = None
+    """The text of one, in Jinja, instead of those that the models have."""
+    pad_to_multiple_of: Annotated[int, Field(ge=1)] | None = None
+    """Of the rows of the output's embeddings."""
     dtype: Dtype | None = None
     allow_nonfinite: bool = False
     """Whether NaN and infinite values of the inputs go into the output, with a warning, instead of stopping the merge."""
@@ -141,7 +165,9 @@ def _explain(error: dict[str, Any]) -> str:
         return reason
     if error["type"] == "extra_forbidden":
         *path, field = error["loc"]
-        kinds: dict[str, type[BaseModel]] = {"tensors": TensorRule, "slices": Slice, "experts": Expert}
+        kinds: dict[str, type[_Strict]] = {
+            "tensors": TensorRule, "slices": Slice, "token_sources": TokenSource, "experts": Expert,
+        }  # fmt: skip
         known = next((kind.model_fields for part, kind in kinds.items() if part in path), Recipe.model_fields)
         return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
     return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"

@@ -20,6 +20,7 @@ from acemerge.planning.tensor import ComputedTensor, PlannedTensor, apart
 from acemerge.tensors.computing import Computation, TensorMerge, computations, compute, lengths, read_each
 from acemerge.tensors.fused import join
 from acemerge.tensors.nonfinite import all_equal_base, insist, likely_cause, nonfinite_values
+from acemerge.tensors.output_rows import place_output_rows
 from acemerge.tensors.parts import lost_by_rounding, shared_vector, task_parts, to_stored
 from acemerge.tensors.results import MergedTensor, TensorFact, tensor_warnings
 from acemerge.tensors.task_vectors import load_dense, pieces_context, stored_values
@@ -33,6 +34,12 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
 
 def merge_tensor_at_points(merges: Sequence[TensorMerge], device: torch.device) -> Iterator[tuple[list[int], MergedTensor]]:
     """Carry out every plan for one tensor, reading it once; each distinct result with the indices of its merges, in any order."""
+    for points, merged in _merge_at_points(merges, device):
+        yield points, _with_output_rows(merges[points[0]], merged)
+
+
+def _merge_at_points(merges: Sequence[TensorMerge], device: torch.device) -> Iterator[tuple[list[int], MergedTensor]]:
+    """The same with the base's rows."""
     todo = computations(merges)
     if not todo:
         yield list(range(len(merges))), _untouched(merges[0].plan, merges[0].planned)
@@ -41,6 +48,14 @@ def merge_tensor_at_points(merges: Sequence[TensorMerge], device: torch.device) 
             yield [point], _merge_apart(merge, device)
     else:
         yield from _merge_each(todo, device)
+
+
+def _with_output_rows(merge: TensorMerge, merged: MergedTensor) -> MergedTensor:
+    planned = merge.planned
+    if planned.rows is None:
+        return merged
+    value, warnings = place_output_rows(merge.plan, planned, planned.rows, merged.value)
+    return replace(merged, value=value, warnings=(*merged.warnings, *tensor_warnings(planned, warnings)))
 
 
 def _merge_each(merges: Sequence[Computation], device: torch.device) -> Iterator[tuple[list[int], MergedTensor]]:

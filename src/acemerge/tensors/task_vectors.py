@@ -15,7 +15,7 @@ from acemerge.checkpoints.folder import Checkpoint
 from acemerge.methods import Context
 from acemerge.numerics.frame import Factors, Frame, to_cores
 from acemerge.numerics.pieces import Stored
-from acemerge.planning.fates import Core
+from acemerge.planning.fates import Core, ExpertTensor
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, matrix_shape
 
@@ -44,9 +44,16 @@ def load_dense(plan: Plan, planned: ComputedTensor, device: torch.device) -> Flo
         elif change:
             task_vector.copy_(view.to_method(change.expand(base)))
         else:
-            task_vector.copy_(view.to_method(expert.read(source.name)))
+            task_vector.copy_(view.to_method(expert_value(plan, source, base)))
             task_vector.sub_(W0.to(device))
     return task_vectors
+
+
+def expert_value(plan: Plan, source: ExpertTensor, base: Tensor) -> Tensor:
+    """A tensor that an expert stores whole, with the rows of tokens in the base's order."""
+    assert source.name is not None
+    stored = plan.experts[source.expert].read(source.name)
+    return source.rows.to_base_order(stored, base) if source.rows else stored
 
 
 def _load_cores(
@@ -82,9 +89,10 @@ def expert_names(plan: Plan, planned: PlannedTensor) -> tuple[str, ...]:
 
 
 def stored_values(plan: Plan, planned: PlannedTensor) -> Stored:
-    """A tensor that the experts store whole, as the files hold it."""
-    experts = [plan.experts[source.expert].read(source.name).reshape(-1) if source.name else None for source in planned.experts]
-    return Stored(plan.base.read(planned.name).reshape(-1), experts)
+    """A tensor that the experts store whole, as the files hold it, but for the order of tokens."""
+    base = plan.base.read(planned.name)
+    experts = [expert_value(plan, source, base).reshape(-1) if source.name else None for source in planned.experts]
+    return Stored(base.reshape(-1), experts)
 
 
 def stored_tensors(plan: Plan, planned: PlannedTensor) -> Iterator[tuple[Checkpoint, str, Tensor]]:
