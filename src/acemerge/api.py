@@ -19,6 +19,7 @@ from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
 from acemerge.execute.compute import torch_device
+from acemerge.execute.extraction import run_extraction
 from acemerge.execute.opening import find_sources, set_scene
 from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import MergeResult, run_merge
@@ -59,13 +60,33 @@ def merge(
     `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
     folder with a file per expert, or a suite of the bench or its name.
 
-    Keywords are a recipe's fields (tensors, preset, orientation, missing, dtype, allow_nonfinite, save_as, rank, shard_size), how
-    it is run (device, threads, engine, ray_address, resume, verify, overwrite, force, report, offline, quiet), each as the
-    command line has it, and the method's options, such as epsilon=1e-5. `options` takes these as a mapping, also those that are
-    named like another keyword, such as cart's rank.
+    Keywords are a recipe's fields (tensors, preset, orientation, missing, dtype, allow_nonfinite, save_as, rank, energy,
+    save_rest, shard_size), how it is run (device, threads, engine, ray_address, resume, verify, overwrite, force, report,
+    offline, quiet), each as the command line has it, and the method's options, such as epsilon=1e-5. `options` takes these as a
+    mapping, also those that are named like another keyword, such as cart's rank.
     """
     recipe, run, suite = _sort("acemerge.merge", base, experts, method, data, options, keywords)
     return run_merge(recipe, Path(output), run, suite=suite)
+
+
+def extract(
+    base: Model,
+    fine_tune: Model,
+    output: Model,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    save_rest: bool = False,
+    **keywords: Any,
+) -> MergeResult:
+    """Write what a full fine-tune changed as a LoRA adapter that peft loads on the base: the same as `acemerge extract`.
+
+    `rank` is that of every matrix, `energy` the share of each one's change to keep, at the smallest rank that does; with both,
+    the rank is the most. `save_rest` also writes what factors cannot hold, whole. Other keywords are those of `merge`.
+    """
+    keywords = {**keywords, "save_as": "adapter", "rank": rank, "energy": energy, "save_rest": save_rest}
+    recipe, run, _ = _sort("acemerge.extract", base, [fine_tune], "average", None, None, keywords)
+    return run_extraction(recipe, Path(output), run)
 
 
 def sweep(

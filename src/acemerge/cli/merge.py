@@ -42,16 +42,22 @@ def merge_command(
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
-    from acemerge.cli.display import print_result, print_warnings
     from acemerge.execute.pipeline import run_merge
 
     recipe, relative_to = asked.recipe(models)
     result = run_merge(recipe, output, replace(run, quiet=run.quiet or as_json), relative_to=relative_to)
+    tell(result, verbose=verbose, quiet=run.quiet, as_json=as_json)
+
+
+def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> None:
+    """Warnings on standard error; the summary for people or for programs."""
+    from acemerge.cli.display import print_result, print_warnings
+
     print_warnings([warning for record in result.tensors for warning in record["warnings"]])
-    with telling_of(output):
+    with telling_of(result.output):
         if as_json:
             print_json(_result_json(result))
-        elif not run.quiet:
+        elif not quiet:
             print_result(result, verbose)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from acemerge.cli.display import new_console, new_table
+from acemerge.cli.tables import new_console, new_table
 from acemerge.sweeps.points import Point
 from acemerge.sweeps.run import SweepPoint, SweepResult
 

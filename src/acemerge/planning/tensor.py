@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeGuard, TypeVar
 from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.planning.fates import Action, Computed, ExpertTensor, Fate, Setting
 
-Form = Literal["value", "factors", "absent"]
+Form = Literal["value", "factors", "left out", "absent"]
 AnyFate = TypeVar("AnyFate", bound=Fate, covariant=True)
 
 
@@ -22,7 +22,8 @@ class Planned(Generic[AnyFate]):
     output_dtype: str
     fate: AnyFate
     form: Form = "value"
-    """How the output holds it: as its value; as the factors of its change; or, left to the base, not at all."""
+    """How the output holds it: as its value; as the factors of its change; or not at all: an adapter has no place for its change,
+    which is only measured, or it is left to the base."""
     factors_rank: int = 0
     """At most, if it is written as factors."""
 
