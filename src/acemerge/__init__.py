@@ -14,7 +14,7 @@ from acemerge.calibration.suite import offer_suites
 from acemerge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from acemerge.api import diagnose, extract, merge, merge_state_dicts, merge_task_vectors, plan, report, sweep, verify
+    from acemerge.api import diagnose, extract, merge, merge_state_dicts, merge_task_vectors, plan, push, report, sweep, verify
     from acemerge.bench.suites.registry import Suite
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
     from acemerge.execute.pipeline import MergeResult
@@ -30,6 +30,7 @@ _HOME = {
     "merge_state_dicts": "acemerge.api",
     "merge_task_vectors": "acemerge.api",
     "plan": "acemerge.api",
+    "push": "acemerge.api",
     "report": "acemerge.api",
     "sweep": "acemerge.api",
     "verify": "acemerge.api",
@@ -74,6 +75,7 @@ __all__ = [
     "merge_task_vectors",
     "method",
     "plan",
+    "push",
     "report",
     "sweep",
     "verify",

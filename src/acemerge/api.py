@@ -25,6 +25,7 @@ from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import MergeResult, run_merge
 from acemerge.methods import Context, get_method
 from acemerge.methods.registry import needs_data
+from acemerge.output.hub import Repository
 from acemerge.output.manifest import read_merge
 from acemerge.output.verify import Verification, verify_output
 from acemerge.planning.kinship import with_kinship
@@ -144,6 +145,11 @@ def report(merged: Model, output: Model | None = None) -> Path:
     folder = Path(merged)
     page = merge_page(read_merge(folder))
     return write_report(page, Path(output) if output else folder.resolve().with_name(f"{folder.resolve().name}.html"))
+
+
+def push(output: Model, repository: str, *, public: bool = False) -> str:
+    """Upload an output to the Hugging Face hub, into a repository that is private unless said otherwise; its address."""
+    return Repository.checked(repository, public=public).upload(Path(output), quiet=True)
 
 
 def _sort(

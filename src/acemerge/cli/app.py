@@ -27,6 +27,7 @@ from acemerge.cli.process import (
     open_standard_streams,
     prompt_interruption,
 )
+from acemerge.cli.push import push_command
 from acemerge.cli.report import report_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
@@ -54,6 +55,7 @@ app.command("report")(report_command)
 app.command("verify")(verify_command)
 app.command("task")(task_command)
 app.command("extract")(extract_command)
+app.command("push")(push_command)
 app.command("sweep")(sweep_command)
 app.command("methods")(methods_command)
 app.command("demo")(demo_command)

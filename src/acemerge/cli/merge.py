@@ -10,18 +10,20 @@ import typer
 
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, with_flags
 from acemerge.cli.printing import print_json, telling_of
+from acemerge.cli.push import PushFlags, send
 from acemerge.recipe.run_options import RunOptions
 
 if TYPE_CHECKING:
     from acemerge.execute.pipeline import MergeResult
 
 
-@with_flags(asked=RecipeFlags, run=RunOptions)
+@with_flags(asked=RecipeFlags, run=RunOptions, to=PushFlags)
 def merge_command(
     models: Models,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
     asked: RecipeFlags,
     run: RunOptions,
+    to: PushFlags,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Also list every tensor: what was done, and how it came out.")
     ] = False,
@@ -45,8 +47,10 @@ def merge_command(
     from acemerge.execute.pipeline import run_merge
 
     recipe, relative_to = asked.recipe(models)
+    repository = to.repository(run.offline)
     result = run_merge(recipe, output, replace(run, quiet=run.quiet or as_json), relative_to=relative_to)
     tell(result, verbose=verbose, quiet=run.quiet, as_json=as_json)
+    send(repository, output, quiet=run.quiet or as_json)
 
 
 def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> None:
