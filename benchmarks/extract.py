@@ -28,6 +28,8 @@ from footprint import Run, run_command
 from llamas import Llama, add_shapes, shapes_of, warm, write_models
 from record import FOLDER, machine, print_table, save
 
+from acemerge.checkpoints.formats.registry import open_file
+
 DEFAULT = Llama(layers=4, hidden=1536, inner=4096, vocabulary=8_000, experts=1)
 PREFIX = "base_model.model."
 
@@ -35,13 +37,23 @@ PREFIX = "base_model.model."
 def acemerge_command(llama: Llama, folder: Path, rank: int, threads: int) -> list[str | Path]:
     """Our command line."""
     models = [folder / "base", folder / llama.expert_names[0]]
-    command = [sys.executable, "-m", "acemerge", "extract", *models, "-o", folder / "acemerge", "--rank", str(rank)]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "acemerge",
+        "extract",
+        *models,
+        "-o",
+        folder / "acemerge",
+        "--rank",
+        str(rank),
+    ]
     return [*command, "--dtype", "bfloat16", "--threads", str(threads), "-q"]
 
 
 def mergekit_command(tool: Path, llama: Llama, folder: Path, rank: int, threads: int) -> list[str | Path]:
     """Theirs."""
-    models = ["--model", folder / llama.expert_names[0], "--base-model", folder / "base"]
+    models: list[str | Path] = ["--model", folder / llama.expert_names[0], "--base-model", folder / "base"]
     only = ["--skip-undecomposable", "-e", "lm_head", "-e", "embed_tokens", "-e", "norm"]
     size = ["--max-rank", str(rank), "--num-threads", str(threads)]
     return [tool, *models, "--out-path", folder / "mergekit", *size, *only, "--lazy-unpickle"]
@@ -64,19 +76,17 @@ def add_strong_directions(llama: Llama, folder: Path) -> None:
 
 def lacking(llama: Llama, folder: Path, adapter: Path) -> tuple[float, int]:
     """|D - B A| / |D| over all matrices that the adapter has, and how many those are."""
-    from safetensors import safe_open
-
     lost = total = 0.0
     modules = 0
-    base, tuned = (safe_open(folder / name / "model.safetensors", "pt") for name in ("base", llama.expert_names[0]))
-    factors = safe_open(adapter / "adapter_model.safetensors", "pt")
-    for key in factors.keys():  # noqa: SIM118
+    base, tuned = (open_file(folder / name / "model.safetensors") for name in ("base", llama.expert_names[0]))
+    factors = open_file(adapter / "adapter_model.safetensors")
+    for key in factors.tensors:
         if not key.endswith(".lora_A.weight"):
             continue
         module = key.removesuffix(".lora_A.weight")
         weight = f"{module.removeprefix(PREFIX)}.weight"
-        change = tuned.get_tensor(weight).double() - base.get_tensor(weight).double()
-        product = factors.get_tensor(f"{module}.lora_B.weight").double() @ factors.get_tensor(key).double()
+        change = tuned.read(weight).double() - base.read(weight).double()
+        product = factors.read(f"{module}.lora_B.weight").double() @ factors.read(key).double()
         lost, total, modules = lost + float((change - product).square().sum()), total + float(change.square().sum()), modules + 1
     return math.sqrt(lost / total), modules
 

@@ -174,7 +174,7 @@ def test_extraction_is_measured_against_a_stand_in(tmp_path: Path, monkeypatch: 
     tool.write_text(f"#!{sys.executable}\nimport sys, acemerge\na = dict(zip(sys.argv[1:-1], sys.argv[2:]))\n{call}\n")
     tool.chmod(0o755)
     result = tmp_path / "extract.json"
-    shapes = ["--rank", "4", "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", result]
+    shapes: list[str | Path] = ["--rank", "4", "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", result]
     run("extract", monkeypatch, *TINY, "--experts", "1", "--mergekit", tool, *shapes)
     found = json.loads(result.read_text())
     assert found["acemerge"]["matrices"] == found["mergekit"]["matrices"] == 7

@@ -39,6 +39,7 @@ from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
 from acemerge.sweeps.evaluation import Evaluate
 from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
+from acemerge.sweeps.search import SearchOptions, run_search
 from acemerge.sweeps.table import Objective
 from acemerge.tensors.merging import merge_tensor
 
@@ -94,7 +95,7 @@ def sweep(
     base: Model,
     experts: Experts,
     output: Model,
-    settings: Mapping[str, Sequence[Any]],
+    settings: Mapping[str, Sequence[Any] | str],
     method: str = "ace",
     *,
     evaluate: Evaluate | None = None,
@@ -102,6 +103,8 @@ def sweep(
     maximise: str | None = None,
     minimise: str | None = None,
     at_once: int | None = None,
+    search: int | None = None,
+    seed: int = 0,
     data: Model | Suite | None = None,
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
@@ -109,14 +112,18 @@ def sweep(
     """Merge at every combination of settings, such as {"epsilon": [1e-5, 1e-4]}, in one pass: the same as `acemerge sweep`.
 
     `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
-    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another. All other
-    keywords are those of `merge`; options of the method are those that do not vary.
+    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another.
+
+    With `search`, so many points are chosen by the scores before, also from ranges such as {"epsilon": "1e-6..1e-2:log"}. All
+    other keywords are those of `merge`; options of the method are those that do not vary.
     """
     if maximise and minimise:
         raise InputError("maximise and minimise: one score decides; give one of them")
     recipe, run, suite = _sort("acemerge.sweep", base, experts, method, data, options, keywords)
     objective = Objective(minimise or maximise, largest=minimise is None)
     chosen = SweepOptions(evaluate=evaluate, keep=keep, objective=objective, at_once=at_once)
+    if search is not None:
+        return run_search(recipe, settings, Path(output), run, chosen, SearchOptions(search, seed), suite=suite)
     return run_sweep(recipe, settings, Path(output), run, chosen, suite=suite)
 
 

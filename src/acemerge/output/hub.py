@@ -75,7 +75,7 @@ def _telling_how_to_try_again(folder: Path, repository: Repository) -> Iterator[
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[None]:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if not quiet or are_progress_bars_disabled():
         yield
