@@ -37,18 +37,8 @@ PREFIX = "base_model.model."
 def acemerge_command(llama: Llama, folder: Path, rank: int, threads: int) -> list[str | Path]:
     """Our command line."""
     models = [folder / "base", folder / llama.expert_names[0]]
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "acemerge",
-        "extract",
-        *models,
-        "-o",
-        folder / "acemerge",
-        "--rank",
-        str(rank),
-    ]
-    return [*command, "--dtype", "bfloat16", "--threads", str(threads), "-q"]
+    command: list[str | Path] = [sys.executable, "-m", "acemerge", "extract", *models, "-o", folder / "acemerge"]
+    return [*command, "--rank", str(rank), "--dtype", "bfloat16", "--threads", str(threads), "-q"]
 
 
 def mergekit_command(tool: Path, llama: Llama, folder: Path, rank: int, threads: int) -> list[str | Path]:
