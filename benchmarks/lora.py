@@ -94,7 +94,7 @@ branches = set()
 for tensor in plan.tensors:
     assert tensor.fate.core.sides == "both"
     if route == "adapter":
-        merged = merge_to_factors(plan, tensor, cpu, None, None)
+        merged = merge_to_factors(plan, tensor, cpu, None)
     else:
         merged = merge_tensor(plan, replace(tensor, fate=replace(tensor.fate, core=None)) if route == "dense" else tensor, cpu)
     branches.add(merged.facts["branch"])

@@ -164,3 +164,18 @@ def test_files_that_two_versions_write_differently_are_found(tmp_path: Path, mon
     ]
     monkeypatch.setattr(same_bytes, "EXPECTED", {"a_case/out/card.md": "the card tells the version"})
     assert same_bytes.compare(cases, *versions)[0] == [("a case", 1, 3, 2)]
+
+
+@linux
+def test_extraction_is_measured_against_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of mergekit, a script that calls acemerge by mergekit's flags."""
+    tool = tmp_path / "stand-in"
+    call = 'acemerge.extract(a["--base-model"], a["--model"], a["--out-path"], rank=int(a["--max-rank"]))'
+    tool.write_text(f"#!{sys.executable}\nimport sys, acemerge\na = dict(zip(sys.argv[1:-1], sys.argv[2:]))\n{call}\n")
+    tool.chmod(0o755)
+    result = tmp_path / "extract.json"
+    shapes: list[str | Path] = ["--rank", "4", "--repeats", "1", "--threads", "1", "--folder", tmp_path, "--json", result]
+    run("extract", monkeypatch, *TINY, "--experts", "1", "--mergekit", tool, *shapes)
+    found = json.loads(result.read_text())
+    assert found["acemerge"]["matrices"] == found["mergekit"]["matrices"] == 7
+    assert 0 < found["mergekit"]["relative_error"] < found["acemerge"]["relative_error"] < 1  # ours is rounded to bfloat16

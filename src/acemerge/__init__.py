@@ -14,7 +14,7 @@ from acemerge.calibration.suite import offer_suites
 from acemerge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from acemerge.api import diagnose, merge, merge_state_dicts, merge_task_vectors, plan, report, sweep, verify
+    from acemerge.api import diagnose, extract, merge, merge_state_dicts, merge_task_vectors, plan, push, report, sweep, verify
     from acemerge.bench.suites.registry import Suite
     from acemerge.errors import AcemergeError, InputError, MergeError, PreflightError
     from acemerge.execute.pipeline import MergeResult
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 _HOME = {
     "diagnose": "acemerge.api",
+    "extract": "acemerge.api",
     "merge": "acemerge.api",
     "merge_state_dicts": "acemerge.api",
     "merge_task_vectors": "acemerge.api",
     "plan": "acemerge.api",
+    "push": "acemerge.api",
     "report": "acemerge.api",
     "sweep": "acemerge.api",
     "verify": "acemerge.api",
@@ -65,6 +67,7 @@ __all__ = [
     "all_methods",
     "diagnose",
     "export_expert",
+    "extract",
     "get_method",
     "load_expert_head",
     "merge",
@@ -72,6 +75,7 @@ __all__ = [
     "merge_task_vectors",
     "method",
     "plan",
+    "push",
     "report",
     "sweep",
     "verify",

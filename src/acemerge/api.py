@@ -19,11 +19,13 @@ from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.diagnosis.measure import Diagnosis, measure
 from acemerge.errors import InputError
 from acemerge.execute.compute import torch_device
+from acemerge.execute.extraction import run_extraction
 from acemerge.execute.opening import find_sources, set_scene
 from acemerge.execute.passes import gather_statistics
 from acemerge.execute.pipeline import MergeResult, run_merge
 from acemerge.methods import Context, get_method
 from acemerge.methods.registry import needs_data
+from acemerge.output.hub import Repository
 from acemerge.output.manifest import read_merge
 from acemerge.output.verify import Verification, verify_output
 from acemerge.planning.kinship import with_kinship
@@ -37,6 +39,7 @@ from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
 from acemerge.sweeps.evaluation import Evaluate
 from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
+from acemerge.sweeps.search import SearchOptions, run_search
 from acemerge.sweeps.table import Objective
 from acemerge.tensors.merging import merge_tensor
 
@@ -59,20 +62,41 @@ def merge(
     `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
     folder with a file per expert, or a suite of the bench or its name.
 
-    Keywords are a recipe's fields (tensors, preset, orientation, missing, tokenizer, files_from, token_sources, chat_template,
-    pad_to_multiple_of, dtype, allow_nonfinite, save_as, rank, shard_size), how it is run (device, threads, engine, ray_address,
-    resume, verify, overwrite, force, report, offline, quiet), each as the command line has it, and the method's options, such as
-    epsilon=1e-5. `options` takes these as a mapping, also those that are named like another keyword, such as cart's rank.
+    Keywords are a recipe's fields (tensors, slices, preset, orientation, missing, tokenizer, files_from, token_sources,
+    chat_template, pad_to_multiple_of, dtype, allow_nonfinite, save_as, rank, energy, save_rest, shard_size), how it is run
+    (device, threads, engine, ray_address, resume, verify, overwrite, force, report, offline, quiet), each as the command line
+    has it, and the method's options, such as epsilon=1e-5. `options` takes these as a mapping, also those that are named like
+    another keyword, such as cart's rank.
     """
     recipe, run, suite = _sort("acemerge.merge", base, experts, method, data, options, keywords)
     return run_merge(recipe, Path(output), run, suite=suite)
+
+
+def extract(
+    base: Model,
+    fine_tune: Model,
+    output: Model,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    save_rest: bool = False,
+    **keywords: Any,
+) -> MergeResult:
+    """Write what a full fine-tune changed as a LoRA adapter that peft loads on the base: the same as `acemerge extract`.
+
+    `rank` is that of every matrix, `energy` the share of each one's change to keep, at the smallest rank that does; with both,
+    the rank is the most. `save_rest` also writes what factors cannot hold, whole. Other keywords are those of `merge`.
+    """
+    keywords = {**keywords, "save_as": "adapter", "rank": rank, "energy": energy, "save_rest": save_rest}
+    recipe, run, _ = _sort("acemerge.extract", base, [fine_tune], "average", None, None, keywords)
+    return run_extraction(recipe, Path(output), run)
 
 
 def sweep(
     base: Model,
     experts: Experts,
     output: Model,
-    settings: Mapping[str, Sequence[Any]],
+    settings: Mapping[str, Sequence[Any] | str],
     method: str = "ace",
     *,
     evaluate: Evaluate | None = None,
@@ -80,6 +104,8 @@ def sweep(
     maximise: str | None = None,
     minimise: str | None = None,
     at_once: int | None = None,
+    search: int | None = None,
+    seed: int = 0,
     data: Model | Suite | None = None,
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
@@ -87,14 +113,18 @@ def sweep(
     """Merge at every combination of settings, such as {"epsilon": [1e-5, 1e-4]}, in one pass: the same as `acemerge sweep`.
 
     `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
-    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another. All other
-    keywords are those of `merge`; options of the method are those that do not vary.
+    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another.
+
+    With `search`, so many points are chosen by the scores before, also from ranges such as {"epsilon": "1e-6..1e-2:log"}. All
+    other keywords are those of `merge`; options of the method are those that do not vary.
     """
     if maximise and minimise:
         raise InputError("maximise and minimise: one score decides; give one of them")
     recipe, run, suite = _sort("acemerge.sweep", base, experts, method, data, options, keywords)
     objective = Objective(minimise or maximise, largest=minimise is None)
     chosen = SweepOptions(evaluate=evaluate, keep=keep, objective=objective, at_once=at_once)
+    if search is not None:
+        return run_search(recipe, settings, Path(output), run, chosen, SearchOptions(search, seed), suite=suite)
     return run_sweep(recipe, settings, Path(output), run, chosen, suite=suite)
 
 
@@ -123,6 +153,11 @@ def report(merged: Model, output: Model | None = None) -> Path:
     folder = Path(merged)
     page = merge_page(read_merge(folder))
     return write_report(page, Path(output) if output else folder.resolve().with_name(f"{folder.resolve().name}.html"))
+
+
+def push(output: Model, repository: str, *, public: bool = False) -> str:
+    """Upload an output to the Hugging Face hub, into a repository that is private unless said otherwise; its address."""
+    return Repository.checked(repository, public=public).upload(Path(output), quiet=True)
 
 
 def _sort(

@@ -262,7 +262,7 @@ def test_adapters_without_any_change(llama: Zoo, tmp_path: Path) -> None:
     }
     merge(llama, tmp_path / "dense", experts=untrained)
     assert_equal_tensors(read_tensors(tmp_path / "dense"), read_tensors(llama.base))
-    with pytest.raises(acemerge.MergeError, match=r"no adapter changes any matrix.*leave out --as adapter"):
+    with pytest.raises(acemerge.MergeError, match=r"no expert changes any matrix.*leave out --as adapter"):
         merge(llama, tmp_path / "adapter", experts=untrained, save_as="adapter")
     assert not (tmp_path / "adapter").exists()
 
@@ -299,7 +299,7 @@ def test_saved_modules_alone_are_no_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["FULL", "--as", "adapter"], "is a full model, not an adapter"),
+        (["FULL", "--as", "adapter"], "full models or DoRA adapters), so their change has no small rank; give --rank R"),
         (["--as", "adapter", "-m", "ties"], "14 tensors, such as 'model.layers.0.mlp.down_proj.weight', are merged as whole"),
         (["--as", "adapter", "-m", "emr"], "'emr' makes one model per task, which one adapter cannot hold"),
         (["--as", "adapter", "-m", "emr", "--rank", "4"], "'emr' makes one model per task"),

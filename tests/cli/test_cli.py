@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from acemerge.cli.display import new_console
+from acemerge.cli.tables import new_console
 from acemerge.execute import shard
 from acemerge.methods import all_methods
 from child import command, fork, in_child, wait

@@ -19,6 +19,23 @@ _ROUNDING = 2.0**-20  # of a row's length in float32
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where peft keeps the factors of a tensor's change."""
+
+    module: str
+    """The module's name in the model that the adapter belongs to."""
+    shape: tuple[int, ...]
+    """Of the tensor as stored; a convolution's has more than two axes, and its W is out x everything else."""
+    stored_in_out: bool
+    """Whether the tensor is stored as W^T."""
+    is_embedding: bool = False
+
+    def from_factors(self, stored: Factors) -> tuple[Tensor, Tensor]:
+        """A and B, with s = 1, of a change of the tensor in the order in which it is stored."""
+        return (stored.left.T, stored.right.T) if self.stored_in_out else (stored.right, stored.left)
+
+
+@dataclass(frozen=True)
 class LoraChange:
     """How an adapter changes one tensor of the base."""
 
@@ -61,9 +78,10 @@ class LoraChange:
         A, B = (_at_least_float32(self.read(name)).flatten(1) for name in (self.down, self.up))
         return A, B * self.scale
 
-    def from_factors(self, stored: Factors) -> tuple[Tensor, Tensor]:
-        """A and B, with s = 1, of a change of the tensor in the order in which it is stored."""
-        return (stored.left.T, stored.right.T) if self.stored_in_out else (stored.right, stored.left)
+    @property
+    def place(self) -> Place:
+        """Where a change of the same tensor is written."""
+        return Place(self.module, self.shape, self.stored_in_out, self.is_embedding)
 
     def expand(self, base: Tensor) -> Tensor:
         """The change of the tensor as stored, given the base's."""

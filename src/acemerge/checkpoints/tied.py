@@ -15,7 +15,7 @@ _OUTPUT_LAYERS = (
     "*encoder.embed_tokens.weight",
     "*decoder.embed_tokens.weight",
 )
-_INPUT_EMBEDDINGS = ("*embed_tokens.weight", "*wte.weight", "*shared.weight", "*word_embeddings.weight", "*embed_in.weight")
+INPUT_EMBEDDINGS = ("*embed_tokens.weight", "*wte.weight", "*shared.weight", "*word_embeddings.weight", "*embed_in.weight")
 
 
 def tied_names(model: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
@@ -46,7 +46,7 @@ def output_layers_tied_by_expert(base: Checkpoint, expert: Checkpoint, found: Co
 
 
 def _input_embeddings(model: Checkpoint, leaving_out: Collection[str]) -> str | None:
-    inputs = [name for name in model.tensors if matches(name, _INPUT_EMBEDDINGS) and name not in leaving_out]
+    inputs = [name for name in model.tensors if matches(name, INPUT_EMBEDDINGS) and name not in leaving_out]
     return min(inputs, key=lambda name: (not name.endswith("shared.weight"), len(name)), default=None)
 
 

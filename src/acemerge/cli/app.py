@@ -14,6 +14,7 @@ import typer
 from acemerge.cli.bench import bench_app, demo_command
 from acemerge.cli.diagnose import diagnose_command
 from acemerge.cli.evaluate import evaluate_command
+from acemerge.cli.extract import extract_command
 from acemerge.cli.merge import merge_command
 from acemerge.cli.methods import methods_command
 from acemerge.cli.plan import plan_command
@@ -26,6 +27,7 @@ from acemerge.cli.process import (
     open_standard_streams,
     prompt_interruption,
 )
+from acemerge.cli.push import push_command
 from acemerge.cli.recipe import recipe_app
 from acemerge.cli.report import report_command
 from acemerge.cli.sweep import sweep_command
@@ -53,6 +55,8 @@ app.command("diagnose")(diagnose_command)
 app.command("report")(report_command)
 app.command("verify")(verify_command)
 app.command("task")(task_command)
+app.command("extract")(extract_command)
+app.command("push")(push_command)
 app.command("sweep")(sweep_command)
 app.command("methods")(methods_command)
 app.command("demo")(demo_command)

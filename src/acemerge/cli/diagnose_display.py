@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from acemerge.cli.display import new_console, new_table, print_findings
+from acemerge.cli.display import print_findings
+from acemerge.cli.tables import new_console, new_table
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis
 from acemerge.diagnosis.summary import CAVEAT, Matrix, Summary

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from acemerge.cli.adapter_display import adapter_lines, kinds_table
+from acemerge.cli.tables import new_console, new_table
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
 from acemerge.methods.registry import Kind
-from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32, overall_error
 from acemerge.planning.like_layers import together
 from acemerge.planning.plan import Plan, rows_told
 from acemerge.planning.shares import ACTIONS, shares_told
@@ -38,28 +36,6 @@ _MERGES = {
     "linear": "the weights of linear layers; other tensors are averaged",
     "blocks": "the weights of linear layers in the model's blocks; other tensors are averaged, those after the last block kept",
 }
-
-
-class _PatientConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """A reader that has seen enough, such as `head`, is no failure."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0)
-
-
-def new_console() -> Console:
-    """As wide as the terminal or COLUMNS; in a pipe without it, as wide as the content needs. `[in, out]` is no markup."""
-    console = _PatientConsole(highlight=False, markup=False, soft_wrap=False)
-    told_how_wide = console.is_terminal or "COLUMNS" in os.environ
-    return console if told_how_wide else _PatientConsole(highlight=False, markup=False, width=200)
-
-
-def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """With these headings, some of them flush right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
 
 
 _MARKS = {"stop": "x", "caution": "!", "good": "+"}
@@ -120,6 +96,20 @@ def _rounded(value: Any) -> str:
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
+    if plan.is_extraction:
+        console.print(f"{plan.experts[0].name} as an adapter of {plan.base.name}, {len(plan.tensors)} tensors")
+    else:
+        _print_method(plan, console)
+    if plan.vocabulary:
+        console.print(_tokenizer(plan.vocabulary))
+    if plan.heads:
+        names = ", ".join(plan.experts[head.expert].name for head in plan.heads)
+        console.print(f"each expert's own head goes to heads/: {names}")
+    for note in plan.notes:
+        console.print(f"note: {note}")
+
+
+def _print_method(plan: Plan, console: Console) -> None:
     options = ", ".join(f"{name}={as_text(value)}" for name, value in plan.asked_options.items())
     counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
     tied = f", {len(plan.omitted)} tied" if plan.omitted else ""
@@ -132,13 +122,6 @@ def _print_summary(plan: Plan, console: Console) -> None:
     console.print(f"of all weights: {shares_told(plan.weights)}")
     if any(expert.changes is not None for expert in plan.experts):
         console.print(_routes(plan))
-    if plan.vocabulary:
-        console.print(_tokenizer(plan.vocabulary))
-    if plan.heads:
-        names = ", ".join(plan.experts[head.expert].name for head in plan.heads)
-        console.print(f"each expert's own head goes to heads/: {names}")
-    for note in plan.notes:
-        console.print(f"note: {note}")
 
 
 def _tokenizer(vocabulary: Vocabulary) -> str:
@@ -168,11 +151,10 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     if branches:
         console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
     if result.plan.recipe.save_as == "adapter":
-        ranks = [record["rank"] for record in result.tensors if "relative_error" in record]
-        error = overall_error(result.tensors)
-        told = result.plan.recipe.rank or error > ROUNDED_TO_FLOAT32
-        lost = f"relative error {error:.2e} over all tensors" if told else "with nothing cut off"
-        console.print(f"an adapter of rank {max(ranks, default=0)} at most, {lost}")
+        if kinds := kinds_table(result.plan, result.tensors):
+            console.print(kinds)
+        for line in adapter_lines(result.plan, result.tensors):
+            console.print(line)
     size = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
     console.print(f"wrote {result.output} ({human_bytes(size)})")
 
@@ -180,7 +162,11 @@ def print_result(result: MergeResult, verbose: bool) -> None:
 def _facts_table(records: Sequence[Mapping[str, Any]]) -> Table:
     """How long each merged change is, and whatever else is told of a tensor."""
     shown = {"norm_ratio": "|M|/max|D_t|", **{fact: title(fact) for fact in facts_told(records)}}
-    shown |= {fact: title(fact) for fact in ("rank", "relative_error") if any(fact in record for record in records)}
+    shown |= {
+        fact: title(fact)
+        for fact in ("written", "rank", "relative_error", "energy_kept")
+        if any(fact in record for record in records)
+    }
     table = new_table("tensor", "fate", *shown.values(), right=list(shown.values()))
     for record in records:
         table.add_row(record["name"], record["action"], *(_figure(record.get(fact, "")) for fact in shown))

@@ -71,10 +71,18 @@ class RecipeFlags:
         None, "Output dtype: float32, bfloat16, float16 or float64; by default each tensor keeps the base's."
     )
     save_as: str | None = option(
-        None, "What to write: 'model', or 'adapter' to merge LoRA adapters into one LoRA adapter.", "--as"
+        None, "What to write: 'model', or 'adapter' for one LoRA adapter; full fine-tunes then need --rank or --energy.", "--as"
     )
     rank: int | None = option(
         None, "With --as adapter: the largest rank to write. By default the merge's own, with nothing cut off.", least=1
+    )
+    energy: float | None = option(
+        None, "With --as adapter: for each matrix the smallest rank that keeps this share of its change's energy, such as 0.95."
+    )
+    save_rest: bool = option(
+        False,
+        "With --as adapter: also write, whole, what full fine-tunes changed and factors cannot hold: norms, biases, embeddings.",
+        "--save-rest",
     )
     shard_size: str | None = option(None, "Largest output file, such as 500MB; 5GB by default.")
     allow_nonfinite: bool = option(

@@ -10,18 +10,20 @@ import typer
 
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, with_flags
 from acemerge.cli.printing import print_json, telling_of
+from acemerge.cli.push import PushFlags, send
 from acemerge.recipe.run_options import RunOptions
 
 if TYPE_CHECKING:
     from acemerge.execute.pipeline import MergeResult
 
 
-@with_flags(asked=RecipeFlags, run=RunOptions)
+@with_flags(asked=RecipeFlags, run=RunOptions, to=PushFlags)
 def merge_command(
     models: Models,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
     asked: RecipeFlags,
     run: RunOptions,
+    to: PushFlags,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Also list every tensor: what was done, and how it came out.")
     ] = False,
@@ -42,16 +44,24 @@ def merge_command(
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
-    from acemerge.cli.display import print_result, print_warnings
     from acemerge.execute.pipeline import run_merge
 
     recipe, relative_to = asked.recipe(models)
+    repository = to.repository(run.offline)
     result = run_merge(recipe, output, replace(run, quiet=run.quiet or as_json), relative_to=relative_to)
+    tell(result, verbose=verbose, quiet=run.quiet, as_json=as_json)
+    send(repository, output, quiet=run.quiet or as_json)
+
+
+def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> None:
+    """Warnings on standard error; the summary for people or for programs."""
+    from acemerge.cli.display import print_result, print_warnings
+
     print_warnings([warning for record in result.tensors for warning in record["warnings"]])
-    with telling_of(output):
+    with telling_of(result.output):
         if as_json:
             print_json(_result_json(result))
-        elif not run.quiet:
+        elif not quiet:
             print_result(result, verbose)
 
 

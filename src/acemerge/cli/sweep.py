@@ -47,6 +47,16 @@ def sweep_command(
             min=1, help="With --evaluate, models on the disk at a time; by default what fits in half of its free space."
         ),
     ] = None,
+    search: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Choose N points one after the other, by the scores before, instead of a grid (optuna). --set then also takes "
+            "ranges, such as epsilon=1e-6..1e-2:log or alpha=0.5..2.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --search: of its random numbers.")] = 0,
     asked: RecipeFlags = RecipeFlags(),
     run: RunOptions = RunOptions(),
     as_json: AsJson = False,
@@ -59,7 +69,11 @@ def sweep_command(
 
     [bold]acemerge sweep base math code -o grid --set epsilon=1e-5,1e-4,1e-3 --evaluate "python score.py"[/]
 
-    scores them one by one and keeps the best. Any method, any of its options:
+    scores them one by one and keeps the best.
+
+    [bold]acemerge sweep base math code -o found --search 20 --set epsilon=1e-6..1e-2:log --set alpha=0.5..2 --evaluate "..."[/]
+
+    chooses 20 points by the scores of those before. Any method, any of its options:
 
     [bold]acemerge sweep base math code -o grid -m ties --set keep=0.1,0.2,0.3 --set alpha=0.3,1[/]
 
@@ -83,7 +97,13 @@ def sweep_command(
         objective=Objective(minimise or maximise, largest=minimise is None),
         at_once=at_once,
     )
-    result = run_sweep(recipe, lists, output, replace(run, quiet=run.quiet or as_json), options, relative_to=relative_to)
+    run = replace(run, quiet=run.quiet or as_json)
+    if search:
+        from acemerge.sweeps.search import SearchOptions, run_search
+
+        result = run_search(recipe, lists, output, run, options, SearchOptions(search, seed), relative_to=relative_to)
+    else:
+        result = run_sweep(recipe, lists, output, run, options, relative_to=relative_to)
     if as_json:
         print_json(sweep_json(result))
     elif not run.quiet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from acemerge.cli.display import new_console, new_table
+from acemerge.cli.tables import new_console, new_table
 from acemerge.sweeps.points import Point
 from acemerge.sweeps.run import SweepPoint, SweepResult
 
@@ -14,14 +14,15 @@ def print_sweep(result: SweepResult) -> None:
     settings = list(result.points[0].settings)
     scores = list(dict.fromkeys(name for point in result.points for name in point.scores))
     warned = ["warnings"] if any(point.warnings for point in result.points) else []
-    table = new_table(*settings, *scores, *warned, "model", right=[*settings, *scores, *warned])
-    for point in result.points:
+    trial = ["trial"] if result.searched else []
+    table = new_table(*trial, *settings, *scores, *warned, "model", right=[*trial, *settings, *scores, *warned])
+    for number, point in enumerate(result.points, 1):
         words = [Point({name: value}).name.partition("=")[2] for name, value in point.settings.items()]
         counts = [str(point.warnings)] if warned else []
         mark = ", the best" if point is result.best else ""
-        table.add_row(
-            *words, *(_score(point, name) for name in scores), *counts, f"{'kept' if point.folder else 'removed'}{mark}"
-        )
+        fate = f"{'kept' if point.folder else 'removed'}{mark}"
+        shown = [_score(point, name) for name in scores]
+        table.add_row(*([str(number)] if trial else []), *words, *shown, *counts, fate)
     console = new_console()
     console.print(table)
     kept = [point for point in result.points if point.folder]

@@ -215,7 +215,8 @@ def _by_ace(recipe: Recipe) -> Recipe:
 
 def _plan_of_everything(plan: Plan, sources: Sources) -> Plan:
     """A plan in which every weight that experts share with the base takes part, also those that the preset keeps."""
-    wide: dict[str, Any] = {"method": "average", "options": {}, "tensors": _rules_to_keep(plan), "save_as": "model", "rank": None}
+    wide: dict[str, Any] = {"method": "average", "options": {}, "tensors": _rules_to_keep(plan), "save_as": "model"}
+    wide |= {"rank": None, "energy": None, "save_rest": False}
     return make_plan(plan.recipe.model_copy(update=wide), sources)
 
 

@@ -22,7 +22,7 @@ from acemerge.output.adapter_writer import AdapterWriter
 from acemerge.output.writer import PartsWriter, StreamedFile, tensor_sha256
 from acemerge.planning.plan import Plan, tensor_record
 from acemerge.planning.progress import Progress
-from acemerge.planning.tensor import PlannedTensor
+from acemerge.planning.tensor import PlannedTensor, is_computed
 from acemerge.tensors.computing import TensorMerge
 from acemerge.tensors.factoring import merge_to_factors_at_points
 from acemerge.tensors.merging import merge_tensor_at_points
@@ -71,7 +71,7 @@ class ShardWriter:
         groups = together(rows, self.device)
         with ThreadPoolExecutor(1) as reader:
             for group, following in zip(groups, [*groups[1:], []], strict=True):
-                ahead = [reader.submit(prefetch, self.plans[0], row[0]) for row in following if row[0].form == "value"]
+                ahead = [reader.submit(prefetch, self.plans[0], row[0]) for row in following if _reads_files(row[0])]
                 # One alone may share its own work; and a GPU keeps memory for every stream, so a large one gets none of its own.
                 merged = share(self._merge_beside_others, group) if len(group) > 1 else map(self._merge, group)
                 yield from zip(group, merged, strict=True)
@@ -87,11 +87,16 @@ class ShardWriter:
             TensorMerge(plan, tensor, found.get(tensor.setting))
             for plan, tensor, found in zip(self.plans, row, self.gathered, strict=True)
         ]
-        if row[0].form == "factors":
-            return merge_to_factors_at_points(merges, self.device, self.plans[0].recipe.rank)
+        if row[0].form in ("factors", "left out"):
+            return merge_to_factors_at_points(merges, self.device)
         if row[0].form == "value":
             return merge_tensor_at_points(merges, self.device)
         return [(list(range(len(row))), MergedTensor(torch.empty(0), {}))]  # left to the base
+
+
+def _reads_files(tensor: PlannedTensor) -> bool:
+    """Whether it is read whole; of adapters, only their factors are, which are small."""
+    return tensor.form != "absent" and not (is_computed(tensor) and tensor.fate.core and tensor.form != "value")
 
 
 class _WriteBehind:

@@ -20,8 +20,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from acemerge.numerics.linalg import leading_directions
-
 Sides = Literal["both", "out", "in"]
 """Which sides of its matrices a method may see in other coordinates."""
 
@@ -94,21 +92,29 @@ def to_cores(experts: Sequence[Factors | None], shape: tuple[int, int], sides: S
     return Frame(shape, left, right, device), cores
 
 
-def low_rank_factors(core: Float[Tensor, "p q"], frame: Frame, rank: int | None) -> tuple[Factors, float]:
+def low_rank_factors(
+    core: Float[Tensor, "p q"], frame: Frame, rank: int | None, energy: float | None = None
+) -> tuple[Factors, float]:
     """left X right^T as a product of two factors of equal size, and |.|_F^2 of that product.
 
-    At its own rank, which leaves out what float32 would not show, or at most at the rank given: the nearest matrix of that rank.
+    At its own rank, which leaves out what float32 would not show; or the nearest matrix of at most the rank given, or of the
+    smallest rank that keeps this share of its energy.
     """
-    if frame.left is None and frame.right is None and rank is not None:
-        found = leading_directions(core, rank)  # a whole matrix: only the directions that are wanted
-        U, s, V = found.left.flip(1), found.values.flip(0), found.right.flip(1)
-    else:
-        U, s, Vt = torch.linalg.svd(core, full_matrices=False)
-        clear = int((s > torch.finfo(torch.float32).eps * s[:1]).sum())
-        kept = clear if rank is None else min(rank, clear)
-        U, s, V = U[:, :kept], s[:kept], Vt[:kept].T
+    U, s, Vt = torch.linalg.svd(core, full_matrices=False)
+    clear = int((s > torch.finfo(torch.float32).eps * s[:1]).sum())
+    kept = min(rank or clear, clear, clear if energy is None else rank_for_energy(s, energy * float(s.square().sum())))
+    U, s, V = U[:, :kept], s[:kept], Vt[:kept].T
     half = s.sqrt()
     return Factors(frame.to_left(U * half), frame.to_right((V * half).T)), float(s.square().sum())
+
+
+def rank_for_energy(values: Float[Tensor, " k"], wanted: float) -> int:
+    """How many of the leading singular values have this sum of squares; one more than there are if all have less.
+
+    >>> rank_for_energy(torch.tensor([2.0, 1.0, 1.0]), 5.0)
+    2
+    """
+    return int((values.square().cumsum(0) < wanted * (1 - 1e-12)).sum()) + 1
 
 
 def rounding_energy(exact: Factors, dtype: torch.dtype) -> float:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from acemerge.adapters.adapter import Adapter
-from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import CONFIG
 from acemerge.checkpoints.formats.registry import open_file
 from acemerge.checkpoints.source import is_hub_id
 from acemerge.errors import MergeError
 from acemerge.output.input_hashes import content_sha256
+from acemerge.output.model_names import ModelNames, task_type_of
 from acemerge.output.writer import GrowingFile
 from acemerge.planning.as_adapter import module_of
 from acemerge.planning.plan import ADAPTER_WEIGHTS, Plan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from acemerge.tensors.results import MergedFactors
 
 PREFIX = "base_model.model."
+BASE_LAYER = ".base_layer"
 ROUNDED_TO_FLOAT32 = 1e-6
 """A relative error that an adapter in float32 does not exceed unless its rank was cut."""
 # Loading an adapter of these types, peft expects the task's head in it; ours are in heads/.
@@ -45,39 +46,41 @@ class AdapterWriter:
     def __init__(self, plan: Plan, folder: Path, open_files: ExitStack) -> None:
         data = open_files.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
         self._file = GrowingFile(folder / ADAPTER_WEIGHTS, data)
-        self._adapters = [expert for expert in plan.experts if isinstance(expert, Adapter)]
-        self._has_factors = False
+        self._names, self._saves_rest = ModelNames(plan), plan.recipe.save_rest
+        self._low_rank: set[str] = set()
 
     def add_factors(self, planned: PlannedTensor, merged: MergedFactors) -> None:
         """A merged change, as A and B of its module."""
-        self._has_factors = True
-        change = self._first_change(planned)
-        A, B = change.from_factors(merged.factors)
+        place = self._names.place(planned)
+        self._low_rank.add(place.module)
+        A, B = place.from_factors(merged.factors)
         rank, dtype = A.shape[0], getattr(torch, planned.output_dtype)
-        kind, suffix = ("lora_embedding_", "") if change.is_embedding else ("lora_", ".weight")
-        ones = [1] * (len(change.shape) - 2)  # a convolution's A has its window, its B has none
-        inputs = change.shape[1:] if ones else A.shape[1:]
+        kind, suffix = ("lora_embedding_", "") if place.is_embedding else ("lora_", ".weight")
+        ones = [1] * (len(place.shape) - 2)  # a convolution's A has its window, its B has none
+        inputs = place.shape[1:] if ones else A.shape[1:]
         for letter, factor in (("A", A.reshape(rank, *inputs)), ("B", B.reshape(-1, rank, *ones))):
-            name = f"{PREFIX}{change.module}.{kind}{letter}{suffix}"
+            name = f"{PREFIX}{place.module}.{kind}{letter}{suffix}"
             self._file.add(name, factor.to("cpu", dtype).contiguous())
 
-    def _first_change(self, planned: PlannedTensor) -> LoraChange:
-        change = next(a.changes[planned.name] for a in self._adapters if a.changes and planned.name in a.changes)
-        assert isinstance(change, LoraChange)
-        return change
-
     def add_value(self, planned: PlannedTensor, value: Tensor) -> None:
-        """A tensor of a module that is saved whole."""
-        module, _, parameter = planned.name.rpartition(".")
-        owners = (own for adapter in self._adapters for name, own in adapter.own_names.items() if module_of(name) == module)
-        self._file.add(f"{PREFIX}{module_of(next(owners))}.{parameter}", value)
+        """A tensor of a module that is saved whole, or the bias beside factors."""
+        self._file.add(PREFIX + self._names.of(planned), value)
+        if self._saves_rest and (copy := self._names.tied_copy(planned)):
+            self._file.add(PREFIX + copy, value)
 
     def finish(self) -> str:
         """Complete the file; its hash."""
-        if not self._has_factors:  # peft loads no adapter without a target
-            raise MergeError("no adapter changes any matrix, so there is nothing to write as an adapter; leave out --as adapter")
+        if not self._low_rank:  # peft loads no adapter without a target
+            raise MergeError("no expert changes any matrix, so there is nothing to write as an adapter; leave out --as adapter")
+        self._file.headers[:] = [(self._beside_factors(name), header) for name, header in self._file.headers]
         self._file.finish()
         return content_sha256(self._file.path)
+
+    def _beside_factors(self, name: str) -> str:
+        """peft wraps a module that has factors; what else the module has is then in its base layer."""
+        module = module_of(name)
+        wrapped = ".lora_" not in name and module.removeprefix(PREFIX) in self._low_rank
+        return f"{module}{BASE_LAYER}{name.removeprefix(module)}" if wrapped else name
 
 
 # --- adapter_config.json -----------------------------------------------------------------------------------------------
@@ -88,31 +91,35 @@ def write_adapter_config(plan: Plan, sources: Sources, folder: Path) -> None:
     adapters = [expert for expert in plan.experts if isinstance(expert, Adapter)]
     header = open_file(folder / ADAPTER_WEIGHTS).tensors
     ranks: dict[str, int] = {}
-    whole: dict[str, None] = {}
+    whole: set[str] = set()
+    biases = False
     for key, tensor in header.items():
         name = key.removeprefix(PREFIX)
         for part in (".lora_A.weight", ".lora_embedding_A"):
             if name.endswith(part):
                 ranks[name.removesuffix(part)] = tensor.shape[0]
-        if ".lora_" not in name:
-            whole[module_of(name)] = None
+        if module_of(name).endswith(BASE_LAYER):
+            biases = True
+        elif ".lora_" not in name:
+            whole.add(module_of(name))
     largest = max(ranks.values(), default=1)
     smaller = {module: rank for module, rank in sorted(ranks.items()) if rank != largest}
     settings = {
         "peft_type": "LORA",
-        "task_type": _task_type(adapters),
+        "task_type": _task_type(adapters) if adapters else task_type_of(plan.experts[0]),
         "base_model_name_or_path": sources.base.hub_id or _public_base(adapters) or sources.base.path.resolve().name,
         "inference_mode": True,
         "r": largest,
         "lora_alpha": largest,  # the scale alpha / r is 1: it is in the factors
         "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": _has_conv1d(adapters),
+        "bias": "all" if biases else "none",
+        "fan_in_fan_out": _has_conv1d(plan),
         "target_modules": sorted(ranks),
         "rank_pattern": smaller,
         "alpha_pattern": smaller,
         "modules_to_save": sorted(whole) or None,
         "init_lora_weights": True,
+        **({"ensure_weight_tying": True} if plan.recipe.save_rest and _saves_tied(plan) else {}),
     }
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -133,9 +140,15 @@ def _task_type(adapters: Sequence[Adapter]) -> str | None:
     return None if task_type in _TYPES_WITH_HEADS else task_type
 
 
-def _has_conv1d(adapters: Sequence[Adapter]) -> bool:
-    changes = (change for adapter in adapters for change in (adapter.changes or {}).values())
-    return any(isinstance(change, LoraChange) and change.stored_in_out and not change.is_embedding for change in changes)
+def _saves_tied(plan: Plan) -> bool:
+    names = ModelNames(plan)
+    return any(tensor.form == "value" and names.tied_copy(tensor) for tensor in plan.tensors)
+
+
+def _has_conv1d(plan: Plan) -> bool:
+    names = ModelNames(plan)
+    places = (names.place(tensor) for tensor in plan.tensors if tensor.form == "factors")
+    return any(place.stored_in_out and not place.is_embedding for place in places)
 
 
 def overall_error(records: Iterable[Mapping[str, Any]]) -> float:

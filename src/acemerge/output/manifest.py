@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,6 +15,7 @@ from acemerge.errors import InputError
 from acemerge.layer_names import kind_of
 from acemerge.output.adapter_writer import overall_error
 from acemerge.output.input_hashes import Hashes, content_sha256
+from acemerge.output.kept_change import shares_of_change
 from acemerge.planning.plan import Plan
 from acemerge.planning.shares import weights_by_fate
 from acemerge.version import __version__, versions
@@ -134,6 +135,8 @@ class Manifest(_Account):
     notes: list[str] = Field(default_factory=list)
     relative_error: float | None = None
     """Of an adapter: over all tensors that were written as factors."""
+    energy: dict[str, float] = Field(default_factory=dict)
+    """Of an adapter: how much of the merged change is in factors, saved whole, cut off by the rank and left out."""
     unused: dict[str, list[str]] = Field(default_factory=dict)
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     outputs: dict[str, str] = Field(default_factory=dict)
@@ -172,7 +175,7 @@ def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes) -
     """The account of a merge, when all shards are finished; `write_manifest` adds the files."""
     finished = {shard: shards[shard] for shard in plan.shards}
     tensors = [tensor for record in finished.values() for tensor in record.tensors]
-    lost = {"relative_error": overall_error(tensor.facts for tensor in tensors)} if plan.recipe.save_as == "adapter" else {}
+    lost = _held_by_adapter(tensors) if plan.recipe.save_as == "adapter" else {}
     return Manifest.model_validate(
         {
             "acemerge": __version__,
@@ -187,6 +190,11 @@ def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes) -
             "files": {},
         }
     )
+
+
+def _held_by_adapter(tensors: Sequence[TensorRecord]) -> dict[str, Any]:
+    told = [tensor.to_json() for tensor in tensors]
+    return {"relative_error": overall_error(told), "energy": shares_of_change(told)}
 
 
 def _unused_tensors(plan: Plan) -> dict[str, list[str]]:

@@ -111,10 +111,7 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
 
-# {plan.base.name} merged by {plan.method.title}
-
-{_made(plan)} {len(plan.experts)} fine-tuned ones, from {_used(plan)}, with
-acemerge {__version__} and the method `{plan.method.name}` ({plan.method.paper}).
+{_heading(plan)}
 
 Base: {sources.base.public_name}. Experts:
 
@@ -134,6 +131,17 @@ Tensors: {counts}{tied}. Of all weights: {shares_told(plan.weights)}. `acemerge_
 |---|---|---|
 {files}
 """
+
+
+def _heading(plan: Plan) -> str:
+    if plan.is_extraction:
+        [expert] = plan.experts
+        made = f"The change from {plan.base.name} to its fine-tune {expert.name} as low-rank factors, extracted with"
+        return f"# {expert.name} as an adapter of {plan.base.name}\n\n{made}\nacemerge {__version__}."
+    return f"""# {plan.base.name} merged by {plan.method.title}
+
+{_made(plan)} {len(plan.experts)} fine-tuned ones, from {_used(plan)}, with
+acemerge {__version__} and the method `{plan.method.name}` ({plan.method.paper})."""
 
 
 def _used(plan: Plan) -> str:
@@ -160,7 +168,7 @@ def _adapter_section(plan: Plan) -> str:
     if plan.recipe.save_as != "adapter":
         return ""
     whole = f"of the rank that the merge has, so nothing is lost but by rounding to {plan.recipe.dtype or 'float32'}"
-    rank = f"of rank {plan.recipe.rank} at most" if plan.recipe.rank else whole
+    rank = _rank_asked_for(plan) or whole
     return f"""
 ## An adapter
 
@@ -172,6 +180,12 @@ from peft import PeftModel
 model = PeftModel.from_pretrained(base_model, "this-folder")
 ```
 """
+
+
+def _rank_asked_for(plan: Plan) -> str:
+    most = f"of rank {plan.recipe.rank} at most" if plan.recipe.rank else ""
+    kept = f"that keeps {plan.recipe.energy:.0%} of each matrix' change" if plan.recipe.energy else ""
+    return ", ".join(filter(None, (most, kept)))
 
 
 def _per_task_section(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from acemerge.methods import get_method
+from acemerge.numerics.low_rank import nearest_elements, nearest_flops
 from acemerge.planning.fates import Core, Merged
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, apart, core_shape, is_computed, matrix_shape
 
@@ -46,6 +47,8 @@ def _flops(tensor: ComputedTensor) -> float:
     if core := tensor.fate.core:  # to the core by QR, and back
         _, rows, columns = matrix_shape(tensor)
         work += 4.0 * (rows + columns) * core.rank**2 + 2.0 * rows * columns * core.rank
+    elif tensor.form == "factors":
+        work += nearest_flops(*matrix_shape(tensor)[1:], tensor.factors_rank)
     return work
 
 
@@ -60,6 +63,8 @@ def peak_memory(tensor: PlannedTensor) -> int:
         return 2 * tensor.output_bytes + _lining_up(tensor) * sum(bool(source.rows) for source in tensor.experts)
     whole = tensor.header.elements * _working_size(tensor)
     working = get_method(tensor.fate.method).float64_elements(*matrix_shape(tensor)) * 8
+    if tensor.form == "factors":
+        working = max(working, nearest_elements(*matrix_shape(tensor)[1:], tensor.factors_rank) * 8)
     return int(len(tensor.fate.experts) * whole + max(working, whole) + tensor.output_bytes + _lining_up(tensor))
 
 

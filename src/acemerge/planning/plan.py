@@ -97,6 +97,12 @@ class Plan:
         return tuple(dict.fromkeys(name for options in asked for name, value in options.items() if varies(value)))
 
     @property
+    def is_extraction(self) -> bool:
+        """Whether one full fine-tune is written as an adapter, with nothing merged into it."""
+        alone = len(self.experts) == 1 and self.experts[0].changes is None
+        return alone and self.recipe.save_as == "adapter" and self.method.name == "average"
+
+    @property
     def per_task_methods(self) -> list[str]:
         """The methods at work here that make one model per task, not one merged model."""
         return per_task_methods(self.tensors)

@@ -104,7 +104,7 @@ class _Planner:
         heads = self._plan_heads(tensors)
         self._say_what_becomes_of_heads(tensors)
         if self.recipe.save_as == "adapter":
-            as_adapter, problems = plan_as_adapter(tensors, self.experts, self.recipe)
+            as_adapter, problems = plan_as_adapter(tensors, self.experts, self.family, self.recipe)
             tensors, self.problems = tuple(as_adapter), [*self.problems, *problems]
         self._report_strangers()
         self._report_missing(tensors)

@@ -10,7 +10,7 @@ from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.planning.fates import Action, Computed, ExpertTensor, Fate, Setting
 from acemerge.planning.rows import OutputRows
 
-Form = Literal["value", "factors", "absent"]
+Form = Literal["value", "factors", "left out", "absent"]
 AnyFate = TypeVar("AnyFate", bound=Fate, covariant=True)
 
 
@@ -23,7 +23,8 @@ class Planned(Generic[AnyFate]):
     output_dtype: str
     fate: AnyFate
     form: Form = "value"
-    """How the output holds it: as its value; as the factors of its change; or, left to the base, not at all."""
+    """How the output holds it: as its value; as the factors of its change; or not at all: an adapter has no place for its change,
+    which is only measured, or it is left to the base."""
     factors_rank: int = 0
     """At most, if it is written as factors."""
     rows: OutputRows | None = None

@@ -129,6 +129,10 @@ class Recipe(_Strict):
     save_as: Literal["model", "adapter"] = "model"
     rank: Annotated[int, Field(ge=1)] | None = None
     """Of an adapter: the largest rank to write; by default the merge's own, which leaves nothing out."""
+    energy: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of an adapter: the smallest rank that keeps this share of a change's energy, the square of its length, for each matrix."""
+    save_rest: bool = False
+    """Of an adapter: whether it also holds, whole, what full fine-tunes changed and factors cannot hold: norms, biases, ..."""
     shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
     notes: list[str] = Field(default_factory=list)
     """For whoever reads the plan or the manifest."""
@@ -139,8 +143,9 @@ class Recipe(_Strict):
     def _experts_make_sense(self) -> Self:
         if not self.experts:
             raise ValueError("give at least one expert")
-        if self.rank is not None and self.save_as != "adapter":
-            raise ValueError("rank: only an adapter has one; say also save_as: adapter (--as adapter)")
+        for name in ("rank", "energy", "save_rest"):
+            if getattr(self, name) and self.save_as != "adapter":
+                raise ValueError(f"{name}: only an adapter has one; say also save_as: adapter (--as adapter)")
         names = [expert.name for expert in self.experts if expert.name]
         if len(set(names)) < len(names):
             raise ValueError(f"two experts have the same name: {', '.join(names)}")

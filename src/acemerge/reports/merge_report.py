@@ -30,6 +30,7 @@ from acemerge.reports.page import Column, Finding, Page, Provenance, Table, grav
 _ADAPTER_COLUMNS = (
     Column("rank", "rank", "of the factors written", ".0f"),
     Column("error", "error", "relative error of cutting the rank", ".1e"),
+    Column("kept", "energy kept", "share of the change that the factors hold", ".3f"),
 )
 _FEW = 10
 """Words to choose from."""
@@ -80,7 +81,7 @@ def _facts(account: Manifest) -> dict[str, str]:
 
 def findings(account: Manifest) -> list[Finding]:
     """What is worth knowing, the gravest first."""
-    found = [*_warned(account), *_truncation(account), *_branches(account), *_inactive(account)]
+    found = [*_warned(account), *_truncation(account), *_left_out(account), *_branches(account), *_inactive(account)]
     found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in account.notes]
     return gravest_first(found)
 
@@ -124,6 +125,14 @@ def _truncation(account: Manifest) -> Iterator[Finding]:
         yield Finding("caution", text, advice, f"{_AGAIN} --rank {2 * round(rank or 1)}")
     else:
         yield Finding("good", text)
+
+
+def _left_out(account: Manifest) -> Iterator[Finding]:
+    """What full fine-tunes changed and the adapter has no place for."""
+    share = account.energy.get("left_out", 0.0)
+    if share:
+        text = f"{share:.1%} of the change, by its energy, is left out of the adapter: norms, biases, embeddings and the like."
+        yield Finding("caution" if share > LOST**2 else "good", text, "They can be written whole.", f"{_AGAIN} --save-rest")
 
 
 def _inactive(account: Manifest) -> Iterator[Finding]:
@@ -258,6 +267,7 @@ def _record(tensor: TensorRecord, depth: int | None) -> dict[str, str | float | 
         "ratio": tensor.number("norm_ratio"),
         "rank": tensor.number("rank"),
         "error": tensor.number("relative_error"),
+        "kept": tensor.number("energy_kept"),
         **{f"norm {expert}": norm for expert, norm in _task_norms(tensor)},
         "warnings": len(tensor.warnings) or None,
     }

@@ -47,7 +47,10 @@ def make_points(method: Method, settings: Mapping[str, Sequence[Any]]) -> list[P
     """The product of the settings, the last varying fastest; a value that the method does not allow is refused."""
     if not settings:
         raise InputError("a sweep varies something: give at least one --set KEY=VALUE,VALUE,...")
-    allowed = {name: _allowed_values(method, name, values) for name, values in settings.items()}
+    for name, values in settings.items():
+        if any(isinstance(value, str) and ".." in value for value in values):
+            raise InputError(f"--set {name}={values[0]}: a range is for --search N, which chooses from it; a grid needs values")
+    allowed = {name: allowed_values(method, name, values) for name, values in settings.items()}
     points = [Point(dict(zip(allowed, values, strict=True))) for values in product(*allowed.values())]
     for point in points:
         if len(point.name.encode()) > _LONGEST_NAME or "/" in point.name:
@@ -55,7 +58,7 @@ def make_points(method: Method, settings: Mapping[str, Sequence[Any]]) -> list[P
     return points
 
 
-def _allowed_values(method: Method, name: str, values: Sequence[Any]) -> list[Any]:
+def allowed_values(method: Method, name: str, values: Sequence[Any]) -> list[Any]:
     """As the method's options hold them: 1 and 1.0 are the same number."""
     if not values:
         raise InputError(f"--set {name}=: give at least one value, such as --set {name}=VALUE,VALUE")

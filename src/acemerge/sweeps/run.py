@@ -54,6 +54,8 @@ class SweepResult:
     points: Sequence[SweepPoint]
     best: SweepPoint | None
     """By the objective, if the points were evaluated."""
+    searched: bool = False
+    """Whether the points were chosen one after the other; then they are in that order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ def run_sweep(
     names = [point.name for point in points]
     table.begin(output, names, recipe.method, recipe.options, (plans[0].base, *plans[0].experts))
     with open_engine(scene) as engine, hashing_inputs(plans[0], verify=run.verify) as hashes:
-        sweep = _Sweep(output, points, plans, table, Executor(scene, engine, hashes), options)
+        sweep = Sweep(output, points, plans, table, Executor(scene, engine, hashes), options)
         unfinished = sweep.find_unfinished()
         problems = [*sweep.find_problems(unfinished), *refused_strangers(plans[0])]
         if problems and not run.force:
@@ -106,11 +108,12 @@ def run_sweep(
         output.parent.mkdir(parents=True, exist_ok=True)
         with locked(output):
             sweep.run(unfinished)
+            sweep.keep_best()
     return sweep.result()
 
 
 @dataclass
-class _Sweep:
+class Sweep:
     """The work of a sweep, point by point; `table` is what is done."""
 
     output: Path
@@ -119,6 +122,8 @@ class _Sweep:
     table: Table
     executor: Executor
     options: SweepOptions
+    total: int | None = None
+    """How many points there will be, if not all are known yet."""
 
     def __post_init__(self) -> None:
         self.names = [point.name for point in self.points]
@@ -160,7 +165,7 @@ class _Sweep:
     # -- doing it
 
     def run(self, unfinished: Sequence[int]) -> None:
-        """Write and evaluate group by group; then see that what is to be kept is there, and nothing else."""
+        """Write and evaluate group by group."""
         output = self.output
         output.mkdir(exist_ok=True)
         try:
@@ -175,7 +180,6 @@ class _Sweep:
                 chosen = [unfinished[index] for index in group]
                 self._write(chosen)
                 self._evaluate(chosen)
-            self._keep_best()
         except BaseException:
             self.table.remove_if_empty(output)
             raise
@@ -220,7 +224,7 @@ class _Sweep:
         told = ", ".join(f"{score} {value:.4g}" if value is not None else f"{score} nan" for score, value in scores.items())
         if not self.executor.scene.run.quiet:
             done = sum(map(self._is_scored, range(len(self.points))))
-            print(f"{done}/{len(self.points)} {name}: {told}", file=sys.stderr, flush=True)
+            print(f"{done}/{self.total or len(self.points)} {name}: {told}", file=sys.stderr, flush=True)
 
     def _remove_unless_kept(self, number: int) -> None:
         name = self.names[number]
@@ -233,7 +237,7 @@ class _Sweep:
             if folder.exists() or partial_folder(folder).exists():
                 withdraw(folder)
 
-    def _keep_best(self) -> None:
+    def keep_best(self) -> None:
         """The best model stays; it is written again if it was removed by an earlier run that kept none."""
         self.table.best = self.table.best_of(self.names, self.objective) if self.evaluate else None
         if self.keep == "best" and self.table.best:
@@ -247,7 +251,8 @@ class _Sweep:
     def result(self) -> SweepResult:
         """For the caller."""
         found = {name: self._point(name) for name in self.names}
-        return SweepResult(self.output, list(found.values()), found[self.table.best] if self.table.best else None)
+        best = found[self.table.best] if self.table.best else None
+        return SweepResult(self.output, list(found.values()), best, searched=self.total is not None)
 
     def _point(self, name: str) -> SweepPoint:
         record, folder = self.table.points[name], self.output / name

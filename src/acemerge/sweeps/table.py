@@ -59,6 +59,16 @@ class Objective:
 FIRST_SCORE = Objective()
 
 
+class SearchRecord(BaseModel):
+    """Of points that were chosen one after the other: from what, and in which order."""
+
+    trials: int
+    seed: int
+    space: dict[str, str]
+    tried: list[str] = Field(default_factory=list)
+    """Names of points; one may have been proposed twice."""
+
+
 class Table(BaseModel):
     """All points that were ever asked for in this folder, by their folders' names."""
 
@@ -69,6 +79,8 @@ class Table(BaseModel):
     models: dict[str, dict[str, int]] = Field(default_factory=dict)
     """The base and the experts: their files and how long those are."""
     best: str | None = None
+    search: SearchRecord | None = None
+    """None of a grid."""
     points: dict[str, Record] = Field(default_factory=dict)
 
     def begin(

@@ -1,0 +1,165 @@
+"""A sweep that chooses its points itself: optuna proposes settings by the scores of those before.
+
+The table is the memory: a point that it has a score of is not merged again. Proposals follow from the seed and the scores alone,
+so the same command goes on after an interruption where it stopped, and a finished search repeated says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from acemerge.calibration.suite import Suite
+from acemerge.checkpoints.source import expand_home
+from acemerge.errors import InputError, PreflightError
+from acemerge.execute.opening import Scene, note_kinship, set_scene
+from acemerge.execute.pipeline import Executor, check_run, open_engine, tell_kinship
+from acemerge.methods import get_method
+from acemerge.output.input_hashes import hashing_inputs
+from acemerge.output.publishing import locked
+from acemerge.output.staging import check_place
+from acemerge.planning.kinship import refused_strangers
+from acemerge.planning.plan import Plan
+from acemerge.recipe.recipe import Recipe
+from acemerge.recipe.run_options import RunOptions
+from acemerge.reports.page import write_report
+from acemerge.sweeps.points import Point
+from acemerge.sweeps.run import Sweep, SweepOptions, SweepResult
+from acemerge.sweeps.search_report import search_page
+from acemerge.sweeps.space import Range, Space, make_space
+from acemerge.sweeps.table import SearchRecord, read_table
+
+REPORT = "search.html"
+_AT_RANDOM = 8
+"""Points before the first proposal; at most a third of all. They are merged in one pass, as a grid is."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How long to search."""
+
+    trials: int
+    seed: int = 0
+
+
+class Proposals:
+    """optuna's sampler by Gaussian processes, which makes most of few trials."""
+
+    def __init__(self, space: Space, options: SearchOptions) -> None:
+        optuna = _optuna()
+        self._space, self._left = space, options.trials
+        self._at_random = max(1, min(_AT_RANDOM, options.trials // 3))
+        sampler = optuna.samplers.GPSampler(seed=options.seed, n_startup_trials=self._at_random)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._distributions = {name: _distribution(optuna, values) for name, values in space.items()}
+        self._failed = optuna.trial.TrialState.FAIL
+        self._asked: list[Any] = []
+
+    def next(self) -> list[Point]:
+        """What to try now: at first some at once, then one by one; none when the search is over."""
+        count = min(self._left, self._at_random if not self._study.trials else 1)
+        self._left -= count
+        self._asked = [self._study.ask(self._distributions) for _ in range(count)]
+        return [Point({name: self._value(name, trial.params[name]) for name in self._space}) for trial in self._asked]
+
+    def _value(self, name: str, chosen: Any) -> Any:
+        values = self._space[name]
+        return values.rounded(chosen) if isinstance(values, Range) else values[chosen]
+
+    def tell(self, scores: Sequence[float]) -> None:
+        """How those came out; larger is better, and what is not finite teaches nothing."""
+        for trial, score in zip(self._asked, scores, strict=True):
+            self._study.tell(trial, score) if score > float("-inf") else self._study.tell(trial, state=self._failed)
+
+
+def _distribution(optuna: Any, values: Range | list[Any]) -> Any:
+    if not isinstance(values, Range):
+        return optuna.distributions.CategoricalDistribution(list(range(len(values))))
+    if values.whole:
+        return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)
+    return optuna.distributions.FloatDistribution(values.low, values.high, log=values.log)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise InputError("--search needs optuna: pip install 'acemerge[search]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def run_search(
+    recipe: Recipe,
+    settings: Mapping[str, Sequence[Any] | str],
+    output: Path,
+    run: RunOptions,
+    options: SweepOptions,
+    search: SearchOptions,
+    *,
+    relative_to: Path = Path(),
+    suite: Suite | None = None,
+) -> SweepResult:
+    """Merge and evaluate at points that are chosen one after the other, in folders of `output`."""
+    if options.evaluate is None:
+        raise InputError("--search goes by scores: give --evaluate COMMAND, which prints them")
+    if search.trials < 2:
+        raise InputError(f"--search {search.trials}: give at least two trials")
+    output = expand_home(output)
+    check_run(run)
+    space = make_space(get_method(recipe.method), settings)
+    proposals = Proposals(space, search)
+    check_place(output)
+    table = read_table(output)
+    scene = set_scene(recipe, run, relative_to, suite)
+    check_place(output, scene.sources.paths)
+    asked = proposals.next()
+    plans = _plans(scene, recipe, asked)
+    first = next(iter(plans.values()))
+    table.begin(output, list(plans), recipe.method, recipe.options, (first.base, *first.experts))
+    space_told = {name: values if isinstance(values, str) else ",".join(map(str, values)) for name, values in settings.items()}
+    table.search = SearchRecord(trials=search.trials, seed=search.seed, space=space_told)
+    with open_engine(scene) as engine, hashing_inputs(first, verify=run.verify) as hashes:
+        points = {point.name: point for point in asked}
+        executor = Executor(scene, engine, hashes)
+        sweep = Sweep(output, list(points.values()), list(plans.values()), table, executor, options, search.trials)
+        problems = [*sweep.find_problems(sweep.find_unfinished()), *refused_strangers(first)]
+        if problems and not run.force:
+            raise PreflightError(problems)
+        tell_kinship(first)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with locked(output):
+            sweep = _try_all(sweep, asked, proposals, recipe)
+            sweep.keep_best()
+            if run.report:
+                write_report(search_page(table, options.objective), output / REPORT)
+    return sweep.result()
+
+
+def _try_all(sweep: Sweep, asked: list[Point], proposals: Proposals, recipe: Recipe) -> Sweep:
+    """Merge and score what is proposed until nothing is; the sweep of all these points."""
+    table, objective = sweep.table, sweep.options.objective
+    assert table.search is not None
+    points = {point.name: point for point in sweep.points}
+    plans = dict(zip(points, sweep.plans, strict=True))
+    while asked:
+        sweep.run(sweep.find_unfinished())
+        table.search.tried += [point.name for point in asked]
+        proposals.tell([objective.of(table.points[point.name].scores or {}) for point in asked])
+        asked = proposals.next()
+        points |= {point.name: point for point in asked}
+        plans = {**_plans(sweep.executor.scene, recipe, asked, like=sweep.plans[0]), **plans}
+        sweep = replace(sweep, points=list(points.values()), plans=[plans[name] for name in points])
+    return sweep
+
+
+def _plans(scene: Scene, recipe: Recipe, points: Sequence[Point], like: Plan | None = None) -> dict[str, Plan]:
+    """By the points' names. What the weights say of the experts is looked at once, and the same for all."""
+    once = {point.name: point for point in points}
+    if not once:
+        return {}
+    made = scene.plans([point.recipe(recipe) for point in once.values()])
+    noted = [replace(plan, strangers=like.strangers, doubts=like.doubts) for plan in made] if like else note_kinship(made)
+    return dict(zip(once, noted, strict=True))
