@@ -33,9 +33,9 @@ class Family:
     """Matrices stored [in, out], the other way round from torch's Linear."""
     buffers: tuple[str, ...] = ()
     """Floating-point constants that are not weights."""
-    fused: tuple[tuple[str, int], ...] = ()
-    """Matrices that are several of equal size, one after another along the output axis, and how many: methods for matrices merge
-    them apart. No family says so today: fused matrices are merged as one."""
+    fused_whole: bool = False
+    """Whether methods for matrices merge fused ones, such as q, k and v in one (`fused.py`), as one unless told otherwise, as the
+    ACE authors did in these families. In others they are merged apart."""
 
 
 _CONV1D = ("*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight", "*.q_attn.weight")
@@ -57,6 +57,7 @@ FAMILIES = (
         signature="*h.*.attn.c_attn.weight",
         stored_in_out=_CONV1D,
         buffers=("*.attn.bias", "*.attn.masked_bias"),
+        fused_whole=True,
     ),
     Family(
         "llm",
@@ -99,6 +100,7 @@ FAMILIES = (
         signature="*visual.transformer.resblocks.*.attn.in_proj_weight",
         averaged=("*text_projection*",),
         stored_in_out=("*visual.proj", "visual.proj", "*text_projection"),
+        fused_whole=True,
     ),
     Family(
         "generic",
@@ -203,11 +205,6 @@ def is_stored_in_out(name: str, family: Family, tensors: Mapping[str, TensorHead
     bias = tensors.get(name.removesuffix("weight") + "bias") if name.endswith(".weight") else None
     rows, columns = tensors[name].shape
     return bias is not None and bias.shape == (columns,) and rows != columns
-
-
-def fused_matrices(name: str, family: Family) -> int:
-    """How many matrices a tensor holds that are to be merged apart; 1 if the family does not say."""
-    return next((count for pattern, count in family.fused if fnmatchcase(name, pattern)), 1)
 
 
 def prefix_exchange(theirs: str, ours: str) -> tuple[str, str]:

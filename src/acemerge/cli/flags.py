@@ -47,6 +47,9 @@ class RecipeFlags:
     orientation: str | None = option(
         None, "canonical: matrices as \\[out, in] whatever their storage. stored: as they lie in the file."
     )
+    fused: str | None = option(
+        None, "q, k and v, or gate and up, in one matrix: merged 'apart' or 'whole'; by default as the preset says."
+    )
     missing: str | None = option(None, "A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it.")
     heads: str | None = option(
         None,

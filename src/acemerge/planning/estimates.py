@@ -57,9 +57,16 @@ def peak_memory(tensor: PlannedTensor) -> int:
         return _peak_memory_in_core(tensor, tensor.fate.core)
     if tensor.fate.in_pieces:
         return 2 * tensor.output_bytes  # one is merged while the one before is written
-    whole = tensor.header.elements * _working_size(tensor)
-    working = get_method(tensor.fate.method).float64_elements(*matrix_shape(tensor)) * 8
-    return int(len(tensor.fate.experts) * whole + max(working, whole) + tensor.output_bytes)
+    matrices = apart(tensor)
+    on_its_way = max(matrix.output_bytes for matrix in matrices) if tensor.fate.view.is_apart else 0
+    return max(map(_working_memory, matrices)) + on_its_way + tensor.output_bytes
+
+
+def _working_memory(matrix: ComputedTensor) -> int:
+    """Task vectors and what the method needs besides. Of matrices that are merged apart, one is at work at a time."""
+    whole = matrix.header.elements * _working_size(matrix)
+    working = get_method(matrix.fate.method).float64_elements(*matrix_shape(matrix)) * 8
+    return int(len(matrix.fate.experts) * whole + max(working, whole))
 
 
 def _peak_memory_in_core(tensor: ComputedTensor, core: Core) -> int:

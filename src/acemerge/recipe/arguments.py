@@ -34,7 +34,7 @@ def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -
 def refuse_flags(options: Iterable[str]) -> None:
     """What is not an option of a method but a flag of its own."""
     for name in options:
-        if name in ("orientation", "preset", "dtype", "missing", "data"):
+        if name in ("orientation", "fused", "preset", "dtype", "missing", "data"):
             raise InputError(f"-s {name}: not an option of a method; use --{name}")
 
 
