@@ -43,7 +43,9 @@ class RecipeFlags:
         "a file per expert, <expert>.jsonl or <expert>.safetensors.",
         metavar="SUITE|FOLDER",
     )
-    preset: str | None = option(None, "Which tensors merge: auto (from the base's config), bert, gpt2, llm, t5, vit or generic.")
+    preset: str | None = option(
+        None, "Which tensors merge: auto (from the base's config), bert, gpt2, llm, vlm, seq2seq, t5, vit or generic."
+    )
     orientation: str | None = option(
         None, "canonical: matrices as \\[out, in] whatever their storage. stored: as they lie in the file."
     )
