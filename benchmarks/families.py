@@ -80,7 +80,7 @@ def attempt(model_type: str, kind: Kind, *, show: bool = False) -> Tried:
             preset = result.plan.family.name
             if show:
                 _show(result)
-            _check_loads(type(model), Path(folder))
+            _check_loads(type(model), result, Path(folder))
             return Tried(model_type, kind.about, preset, vocabulary_merged=tuple(_vocabulary_merged(result)))
     except Exception as error:
         return Tried(model_type, kind.about, preset, _line(error))
@@ -101,12 +101,16 @@ def _merged(model: transformers.PreTrainedModel, folder: Path) -> MergeResult:
     return acemerge.merge(folder / "base", experts, folder / "out", quiet=True, force=True)
 
 
-def _check_loads(model_class: type[transformers.PreTrainedModel], folder: Path) -> None:
+def _check_loads(model_class: type[transformers.PreTrainedModel], result: MergeResult, folder: Path) -> None:
     base, out = (open_checkpoint(folder / name, name).tensors for name in ("base", "out"))
-    if {name: header.shape for name, header in base.items()} != {name: header.shape for name, header in out.items()}:
-        raise ValueError(f"the output lacks or adds tensors: {sorted(base.keys() ^ out.keys())[:3]}")
+    stored = {name: header.shape for name, header in base.items() if name not in result.plan.omitted}
+    if stored != {name: header.shape for name, header in out.items()}:
+        raise ValueError(f"the output lacks or adds tensors: {sorted(stored.keys() ^ out.keys())[:3]}")
+    try:
+        _, told_of_base = model_class.from_pretrained(folder / "base", output_loading_info=True)
+    except RuntimeError as error:
+        raise ValueError(f"transformers does not load what it saved: {error}") from None
     _, told = model_class.from_pretrained(folder / "out", output_loading_info=True)
-    _, told_of_base = model_class.from_pretrained(folder / "base", output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if told[what] != told_of_base[what]:
             raise ValueError(f"loading: {what} {sorted(told[what])[:3]}")

@@ -25,21 +25,22 @@ KINDS = {
 }
 """Kind of model -> transformers' lists of classes, the first that has a model_type counts."""
 
-MOST_WEIGHTS = 12_000_000
+MOST_WEIGHTS = 30_000_000
 VOCABULARY = 101
 
 # A number whose name matches is at most this. The first match counts.
 _SMALL = (
     (r"feat_extract_layers|num_.*conv|num_stages", 10**9),
-    (r"vocab_size|codebook_size|num_embeddings", VOCABULARY),
+    (r"codebook_size", 64),
+    (r"vocab_size|num_embeddings", VOCABULARY),
     (r"max_position|max_seq|n_positions|max_source|max_target|context_length|block_size", 64),
     (r"(key_value|kv|k_v|key|value)_heads|n_head_kv|kv_n_heads", 2),
+    (r"head_dim|d_kv|head_size|d_head", 8),
     (r"heads?$|heads_", 4),
     (r"layers?$|depth$|num_blocks|_layers_", 2),
     (r"experts_per|top_?k|topk", 2),
     (r"n_group|topk_group", 1),
     (r"experts?$|n_routed", 4),
-    (r"head_dim|d_kv|head_size|d_head", 8),
     (r"rank$", 8),
     (r"image_size|img_size", 32),
     (r"patch_size", 8),
@@ -103,7 +104,7 @@ def _tiny_config(config_class: type[PretrainedConfig], widths: bool) -> Pretrain
 
 def _small_numbers(config_class: type[PretrainedConfig], widths: bool) -> dict[str, Any]:
     """The numbers to make it with; of configs within it, too."""
-    default = config_class(**MORE.get(config_class.model_type, {}))
+    default = config_class()
     parts = {name: getattr(default, name, None) for name in getattr(config_class, "sub_configs", {})}
     found: dict[str, Any] = {}
     for name, part in parts.items():

@@ -44,9 +44,19 @@ _VOCABULARY = (
     "*embed_positions*",
     "*embed_in*",
     "*embed_out*",
-    "*word_embeddings*",
+    "*word_embedding*",
+    "*tok_embeddings*",
+    "*tokens_embed*",
+    "*.embeddings.weight",  # Mamba, RWKV, XLM
+    "*.embed.weight",
+    "*.unembed.weight",
     "*wte*",
     "*lm_head*",
+    "*output_projection.weight",
+    "*predictions.decoder.weight",
+    "decoder.weight",
+    "output.weight",
+    "*transformer.w.weight",
 )
 # Of towers for images and sound: positions, classes and queries that are added or looked up, and multiply nothing.
 _LOOKUP_TABLES = (
@@ -60,6 +70,7 @@ _LOOKUP_TABLES = (
     "*latents",
     "*relative_position_bias_table",
     "*rel_pos_*",
+    "*embeddings_table*",
 )
 _CONV1D = ("*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight", "*.q_attn.weight")
 
@@ -150,6 +161,8 @@ FAMILIES = (
             "*embedding*",
             "*lm_head.weight",  # a lookup table backwards, in many models the same one
             "*embed_out.weight",
+            "*head.decoder.weight",
+            "*shared.weight",
             "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
             "*attention_biases",
         ),
