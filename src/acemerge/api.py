@@ -33,7 +33,7 @@ from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.keywords import sort_keywords
-from acemerge.recipe.recipe import Orientation, Recipe, make_recipe
+from acemerge.recipe.recipe import Fused, Orientation, Recipe, make_recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
@@ -62,7 +62,7 @@ def merge(
     `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
     folder with a file per expert, or a suite of the bench or its name.
 
-    Keywords are a recipe's fields (tensors, slices, preset, orientation, missing, tokenizer, files_from, token_sources,
+    Keywords are a recipe's fields (tensors, slices, preset, orientation, fused, missing, tokenizer, files_from, token_sources,
     chat_template, pad_to_multiple_of, dtype, allow_nonfinite, save_as, rank, energy, save_rest, shard_size), how it is run
     (device, threads, engine, ray_address, resume, verify, overwrite, force, report, offline, quiet), each as the command line
     has it, and the method's options, such as epsilon=1e-5. `options` takes these as a mapping, also those that are named like
@@ -207,6 +207,7 @@ def merge_state_dicts(
     tensors: Sequence[Mapping[str, Any]] = (),
     preset: str = "auto",
     orientation: Orientation = "canonical",
+    fused: Fused = "auto",
     missing: str = "error",
     allow_nonfinite: bool = False,
     device: str = "cpu",
@@ -228,6 +229,7 @@ def merge_state_dicts(
             "tensors": [dict(rule) for rule in tensors],
             "preset": preset,
             "orientation": orientation,
+            "fused": fused,
             "missing": missing,
             "allow_nonfinite": allow_nonfinite,
         },

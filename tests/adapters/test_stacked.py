@@ -65,3 +65,27 @@ def test_a_merge_of_stacked_experts(tmp_path: Path) -> None:
     acemerge.merge(base, [adapter], tmp_path / "out", "task_arithmetic", alpha=1.0)
     found, expected = read_tensors(tmp_path / "out"), read_tensors(full)
     assert all((found[name] - value).abs().max() < 1e-6 for name, value in expected.items())
+
+
+def test_experts_are_merged_one_by_one_as_those_of_full_models(tmp_path: Path) -> None:
+    """By a method for matrices: from factors, an expert at a time, as from the models that peft makes of them."""
+    base, adapter, full = write(tmp_path, 24, _EXPERTS, target_modules=["q_proj"])
+    changed = read_tensors(full).keys() - {
+        name for name, weight in read_tensors(base).items() if weight.equal(read_tensors(full)[name])
+    }
+    rules = [{"match": name, "do": "keep"} for name in read_tensors(base) if name not in changed]
+    acemerge.merge(base, [adapter], tmp_path / "of-adapter")
+    acemerge.merge(base, [full], tmp_path / "of-full", tensors=rules, force=True)  # it changed by more than it was
+    found, expected, before = (read_tensors(folder) for folder in (tmp_path / "of-adapter", tmp_path / "of-full", base))
+    for name in changed:
+        error = (found[name] - expected[name]).norm() / (expected[name] - before[name]).norm()
+        assert error < 1e-4, name
+    assert any(name.endswith("gate_up_proj") for name in changed)
+
+
+def test_one_adapter_holds_merged_stacks_as_whole_tensors(tmp_path: Path) -> None:
+    base, adapter, _ = write(tmp_path, 24, _EXPERTS, target_modules=["q_proj"])
+    plan = acemerge.merge(base, [adapter], tmp_path / "out", save_as="adapter").plan
+    forms = {tensor.name: tensor.form for tensor in plan.tensors if ".layers.0." in tensor.name}
+    assert forms["model.layers.0.mlp.experts.down_proj"] == "value"
+    assert forms["model.layers.0.self_attn.q_proj.weight"] == "factors"

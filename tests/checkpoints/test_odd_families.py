@@ -55,26 +55,38 @@ def planned(model: Any, folder: Path, method: str = "ace") -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("model", "averaged", "merged"),
+    ("model", "averaged", "merged", "kept"),
     [
         (
             _gpt_oss,
-            ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias", "lm_head.weight"],
-            ["mlp.router.weight", "self_attn.q_proj.weight"],
+            ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias", "mlp.router.weight"],
+            ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight"],
+            ["lm_head.weight", "embed_tokens.weight"],
         ),
-        (_mamba, ["mixer.A_log", "mixer.D", "conv1d.weight", "lm_head.weight"], ["in_proj.weight", "x_proj.weight"]),
+        (
+            _mamba,
+            ["mixer.A_log", "mixer.D", "conv1d.weight"],
+            ["in_proj.weight", "x_proj.weight"],
+            ["lm_head.weight", "backbone.embeddings.weight"],
+        ),
         (
             _gemma3,
-            ["vision_tower.head.probe", "position_embedding.weight", "embed_tokens.weight"],
+            ["vision_tower.head.probe", "position_embedding.weight"],
             ["vision_tower.head.mlp.fc1.weight", "self_attn.out_proj.weight"],
+            ["embed_tokens.weight"],
         ),
-        (_qwen2_vl, ["lm_head.weight", "embed_tokens.weight"], ["visual.merger.mlp.0.weight", "mlp.up_proj.weight"]),
+        (
+            _qwen2_vl,
+            ["patch_embed.proj.weight"],
+            ["visual.merger.mlp.0.weight", "mlp.up_proj.weight"],
+            ["lm_head.weight", "embed_tokens.weight"],
+        ),
     ],
     ids=["gpt-oss", "mamba", "gemma3", "qwen2-vl"],
 )
-def test_only_linear_maps_merge(model: Any, averaged: list[str], merged: list[str], tmp_path: Path) -> None:
+def test_only_linear_maps_merge(model: Any, averaged: list[str], merged: list[str], kept: list[str], tmp_path: Path) -> None:
     plan = planned(model(), tmp_path / "base")
-    for action, endings in (("averaged", averaged), ("merged", merged)):
+    for action, endings in (("averaged", averaged), ("merged", merged), ("kept", kept)):
         for ending in endings:
             fates = {tensor.action for tensor in plan.tensors if tensor.name.endswith(ending)}
             assert fates == {action}, ending

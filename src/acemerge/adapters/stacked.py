@@ -43,12 +43,21 @@ class StackedChange:
         """The change of the tensor as stored."""
         import torch
 
-        A, B = (self.read(name) for name in (self.down, self.up))
-        A, B = (factor if factor.dtype.itemsize >= 4 else factor.float() for factor in (A, B))
-        A = A.reshape(self.experts, -1, A.shape[1])
-        B = B.reshape(B.shape[0], -1, self.experts)
+        A, B = self._factors()
         order = "ore,eri->eio" if self.stored_in_out else "ore,eri->eoi"
         return torch.einsum(order, B, A) * self.scale
+
+    def expand_matrix(self, expert: int) -> Tensor:
+        """The change of one expert's matrix as stored."""
+        A, B = self._factors()
+        change = B[:, :, expert] @ A[expert] * self.scale
+        return change.T if self.stored_in_out else change
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """A as [expert, r, in] and B as [out, r, expert]."""
+        A, B = (self.read(name) for name in (self.down, self.up))
+        A, B = (factor if factor.dtype.itemsize >= 4 else factor.float() for factor in (A, B))
+        return A.reshape(self.experts, -1, A.shape[1]), B.reshape(B.shape[0], -1, self.experts)
 
 
 def take_stacked(

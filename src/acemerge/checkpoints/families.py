@@ -34,11 +34,45 @@ class Family:
     """Matrices stored [in, out], the other way round from torch's Linear."""
     buffers: tuple[str, ...] = ()
     """Floating-point constants that are not weights."""
-    fused: tuple[tuple[str, int], ...] = ()
-    """Matrices that are several of equal size, one after another along the output axis, and how many: methods for matrices merge
-    them apart. No family says so today: fused matrices are merged as one."""
+    fused_whole: bool = False
+    """Whether methods for matrices merge fused ones, such as q, k and v in one (`fused.py`), as one unless told otherwise, as the
+    ACE authors did in these families. In others they are merged apart."""
 
 
+# What has a row for every token, and positions of language models.
+_VOCABULARY = (
+    "*embed_tokens*",
+    "*embed_positions*",
+    "*embed_in*",
+    "*embed_out*",
+    "*word_embedding*",
+    "*tok_embeddings*",
+    "*tokens_embed*",
+    "*.embeddings.weight",  # Mamba, RWKV, XLM
+    "*.embed.weight",
+    "*.unembed.weight",
+    "*wte*",
+    "*lm_head*",
+    "*output_projection.weight",
+    "*predictions.decoder.weight",
+    "decoder.weight",
+    "output.weight",
+    "*transformer.w.weight",
+)
+# Of towers for images and sound: positions, classes and queries that are added or looked up, and multiply nothing.
+_LOOKUP_TABLES = (
+    "*position_embed*",
+    "*positional_embed*",
+    "*pos_emb*",
+    "*embedding",
+    "*embeddings.weight",
+    "*embedding.weight",
+    "*query_tokens*",
+    "*latents",
+    "*relative_position_bias_table",
+    "*rel_pos_*",
+    "*embeddings_table*",
+)
 _CONV1D = ("*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight", "*.q_attn.weight")
 
 FAMILIES = (
@@ -58,6 +92,7 @@ FAMILIES = (
         signature="*h.*.attn.c_attn.weight",
         stored_in_out=_CONV1D,
         buffers=("*.attn.bias", "*.attn.masked_bias"),
+        fused_whole=True,
     ),
     Family(
         "llm",
@@ -66,19 +101,34 @@ FAMILIES = (
             (
                 "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi phi3 olmo"
                 " olmo2 olmo3 cohere starcoder2 stablelm granite smollm3 opt gpt_neox gptj falcon bloom"
-                " deepseek_v2 deepseek_v3"
+                " deepseek_v2 deepseek_v3 cohere2 glm glm4 glm4_moe gpt_oss llama4_text qwen3_next gemma4_text"
             ).split()
         ),
         signature="*layers.*.self_attn.q_proj.weight",
-        kept=(
-            "*embed_tokens*",
-            "*embed_positions*",
-            "*embed_in*",
-            "*embed_out*",
-            "*word_embeddings*",
-            "*wte*",
-            "*lm_head*",
+        kept=_VOCABULARY,
+        averaged=("*pos_emb*.weight", "*position_embed*.weight"),
+    ),
+    Family(
+        "vlm",
+        "as llm; matrices of towers for images or sound and of projectors merge too, their lookup tables average",
+        frozenset(
+            (
+                "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 gemma3n gemma4 llava llava_next"
+                " llava_onevision mistral3 llama4 paligemma idefics2 idefics3 smolvlm internvl glm4v glm4v_moe cohere2_vision"
+                " qwen2_audio voxtral"
+            ).split()
         ),
+        kept=_VOCABULARY,
+        averaged=_LOOKUP_TABLES,
+    ),
+    Family(
+        "seq2seq",
+        "matrices of encoder and decoder merge, norms and convolutions average; vocabulary and positions stay at the base",
+        frozenset(
+            "bart mbart marian pegasus pegasus_x m2m_100 nllb-moe blenderbot blenderbot-small led plbart fsmt whisper".split()
+        ),
+        kept=("*shared.weight", "*proj_out.weight", *_VOCABULARY),
+        averaged=("*relative_attention_bias*", *_LOOKUP_TABLES),
     ),
     Family(
         "t5",
@@ -100,6 +150,7 @@ FAMILIES = (
         signature="*visual.transformer.resblocks.*.attn.in_proj_weight",
         averaged=("*text_projection*",),
         stored_in_out=("*visual.proj", "visual.proj", "*text_projection"),
+        fused_whole=True,
     ),
     Family(
         "generic",
@@ -111,6 +162,8 @@ FAMILIES = (
             "*embedding*",
             "*lm_head.weight",  # a lookup table backwards, in many models the same one
             "*embed_out.weight",
+            "*head.decoder.weight",
+            "*shared.weight",
             "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
             "*attention_biases",
         ),
@@ -197,10 +250,27 @@ def choose_family(preset: str, config: Mapping[str, Any], names: Iterable[str]) 
     generic = FAMILIES[-1]
     model_type = config.get("model_type")
     if model_type and isinstance(model_type, str):
-        return next((family for family in FAMILIES if model_type in family.model_types), generic)
+        listed = next((family for family in FAMILIES if model_type in family.model_types), None)
+        return listed or _by_architecture(config)
     names = list(names)
     signed = (family for family in FAMILIES if family.signature)
     return next((family for family in signed if any(fnmatchcase(name, family.signature) for name in names)), generic)
+
+
+def _by_architecture(config: Mapping[str, Any]) -> Family:
+    """Of a model type that no family lists: by how its class's name ends, and whether towers have configs of their own."""
+    by_name = {family.name: family for family in FAMILIES}
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if not architecture.endswith((*_DECODERS, "ForConditionalGeneration")):
+        return by_name["generic"]
+    if any(isinstance(config.get(part), Mapping) for part in _TOWERS):
+        return by_name["vlm"]
+    return by_name["llm" if architecture.endswith(_DECODERS) else "seq2seq"]
+
+
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+_TOWERS = ("text_config", "vision_config", "audio_config", "thinker_config")
 
 
 def is_stored_in_out(name: str, family: Family, tensors: Mapping[str, TensorHeader]) -> bool:
@@ -210,11 +280,6 @@ def is_stored_in_out(name: str, family: Family, tensors: Mapping[str, TensorHead
     bias = tensors.get(name.removesuffix("weight") + "bias") if name.endswith(".weight") else None
     rows, columns = tensors[name].shape
     return bias is not None and bias.shape == (columns,) and rows != columns
-
-
-def fused_matrices(name: str, family: Family) -> int:
-    """How many matrices a tensor holds that are to be merged apart; 1 if the family does not say."""
-    return next((count for pattern, count in family.fused if fnmatchcase(name, pattern)), 1)
 
 
 def prefix_exchange(theirs: str, ours: str) -> tuple[str, str]:
@@ -237,7 +302,8 @@ def align_names(base: Mapping[str, TensorHeader], expert: Mapping[str, TensorHea
 
     The same backbone is stored with and without a prefix (`bert.`, `transformer.`, `vision_model.`, `module.`), depending on
     the class that saved it. Of all ways to exchange one leading prefix for another, take the one under which most tensors
-    agree in name and shape; names as they are win a tie.
+    agree in name and shape; names as they are win a tie. A model of several towers may have exchanged one prefix for each: what
+    is left over is tried again, if all tensors of a prefix agree.
     """
     if expert.keys() <= base.keys():
         return {name: name for name in expert}
@@ -249,7 +315,26 @@ def align_names(base: Mapping[str, TensorHeader], expert: Mapping[str, TensorHea
         choices += [(old, new) for old in _prefixes(modern_expert) for new in _prefixes(modern_base)]
     old, new = max(choices, key=lambda choice: (_agreement(modern_base, modern_expert, *choice), choice == ("", "")))
     exchanged = {name: _exchange(modern_name(name), old, new, modern_base) for name in expert}
+    if len(choices) > 1:
+        exchanged |= _other_towers(modern_base, expert, exchanged)
     return {name: ours.get(aligned, aligned) for name, aligned in exchanged.items()}
+
+
+def _other_towers(
+    base: Mapping[str, TensorHeader], expert: Mapping[str, TensorHeader], exchanged: Mapping[str, str]
+) -> dict[str, str]:
+    """Names that found no place yet and find one if all tensors that share their prefix exchange it for another."""
+    left = {modern_name(name): expert[name] for name, aligned in exchanged.items() if aligned not in base}
+    taken = set(exchanged.values())
+    free = {name: header for name, header in base.items() if name not in taken}
+    found: dict[str, str] = {}
+    for old in (prefix for prefix in _prefixes(left) if prefix):
+        own = {name: header for name, header in left.items() if name.startswith(old) and name not in found}
+        for new in _prefixes(free):
+            if len(own) > 1 and _agreement(free, own, old, new) == len(own):
+                found |= {name: new + name.removeprefix(old) for name in own}
+                break
+    return {name: found[modern_name(name)] for name in expert if modern_name(name) in found}
 
 
 # Old name -> today's. The first BERT checkpoints say gamma and beta. ViT's files keep names that its modules no longer have, and

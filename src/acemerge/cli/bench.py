@@ -159,6 +159,7 @@ ANALYSES = {
     "ablation": "E1 to E4 of the paper: what normalisation, prior and refinement add to the closed form.",
     "sensitivity": "ACE over tau, k_frac and epsilon.",
     "choices": "What each choice in ACE is worth: branch, scale, which tensors merge, centring.",
+    "fused": "Fused matrices, such as GPT-2's q, k and v in one, merged apart against merged as one.",
     "orientation": "Input covariances against those of the stored order, which differ for GPT-2's matrices.",
 }
 

@@ -46,9 +46,14 @@ class RecipeFlags:
         "a file per expert, <expert>.jsonl or <expert>.safetensors.",
         metavar="SUITE|FOLDER",
     )
-    preset: str | None = option(None, "Which tensors merge: auto (from the base's config), bert, gpt2, llm, t5, vit or generic.")
+    preset: str | None = option(
+        None, "Which tensors merge: auto (from the base's config), bert, gpt2, llm, vlm, seq2seq, t5, vit or generic."
+    )
     orientation: str | None = option(
         None, "canonical: matrices as \\[out, in] whatever their storage. stored: as they lie in the file."
+    )
+    fused: str | None = option(
+        None, "q, k and v, or gate and up, in one matrix: merged 'apart' or 'whole'; by default as the preset says."
     )
     missing: str | None = option(None, "A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it.")
     heads: str | None = option(

@@ -233,12 +233,17 @@ def _rules_to_keep(plan: Plan) -> list[TensorRule]:
 
 
 def _looked_into(plan: Plan, quick: bool) -> set[str]:
-    return _sample(plan) if quick else {tensor.name for tensor in plan.tensors if tensor.action == "merged"}
+    return _sample(plan) if quick else {tensor.name for tensor in plan.tensors if _is_one_matrix(tensor)}
+
+
+def _is_one_matrix(tensor: PlannedTensor) -> bool:
+    """Whether ACE would merge it, and it can be looked into as one; of a stack of experts only the entries are measured."""
+    return is_computed(tensor) and tensor.action == "merged" and not tensor.fate.view.stacked
 
 
 def _sample(plan: Plan) -> set[str]:
     """The matrices of the first, the middle and the last layer, and those outside of layers."""
-    merged = [tensor.name for tensor in plan.tensors if tensor.action == "merged"]
+    merged = [tensor.name for tensor in plan.tensors if _is_one_matrix(tensor)]
     place = depths(merged)
     layers = sorted({depth for depth in place.values() if depth is not None})
     chosen = {None, *(layers[i] for i in (0, len(layers) // 2, -1) if layers)}
@@ -253,7 +258,7 @@ class _Measure:
 
     def take(self, candidates: Sequence[Candidate] | None) -> TensorDiagnosis:
         """Everything about it; forecasts and spectra where there are candidates."""
-        planned, is_matrix = self.planned, self.planned.action == "merged"
+        planned, is_matrix = self.planned, _is_one_matrix(self.planned)
         chosen = common_core(planned, candidates or ()) if is_matrix and is_computed(planned) else self.wide
         task_vectors, frame = load_task_vectors(self.plan, chosen, self.device)
         base = tensor_context(self.plan, chosen, frame).base

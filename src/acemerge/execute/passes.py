@@ -120,10 +120,16 @@ def _show_pieces(passes: Sequence[_Pass], name: str, *, first: bool) -> bool:
 
 def _show_whole(passes: Sequence[_Pass], name: str, device: torch.device, *, first: bool) -> bool:
     plan, planned = passes[0].plan, passes[0].tensors[name]
-    matrices = [load_task_vectors(plan, matrix, device) for matrix in apart(planned)]
-    if first and not all(math.isfinite(sum_of_squares(own)) for task_vectors, _ in matrices for own in task_vectors):
-        return excuse_nonfinite(plan, planned)
-    for each in passes:
-        for matrix, (task_vectors, frame) in zip(apart(each.tensors[name]), matrices, strict=True):
-            each.statistics.observe(task_vectors, tensor_context(each.plan, matrix, frame))
+    matrices = apart(planned)
+    alone = load_task_vectors(plan, matrices[0], device) if len(matrices) == 1 else None  # of several, one is held at a time
+    if first:
+        for matrix in matrices:
+            task_vectors, _ = alone or load_task_vectors(plan, matrix, device)
+            if not all(math.isfinite(sum_of_squares(own)) for own in task_vectors):
+                return excuse_nonfinite(plan, planned)
+    own_matrices = [apart(each.tensors[name]) for each in passes]
+    for index, matrix in enumerate(matrices):
+        task_vectors, frame = alone or load_task_vectors(plan, matrix, device)
+        for each, own in zip(passes, own_matrices, strict=True):
+            each.statistics.observe(task_vectors, tensor_context(each.plan, own[index], frame))
     return True

@@ -61,11 +61,18 @@ def peak_memory(tensor: PlannedTensor) -> int:
     if tensor.fate.in_pieces:
         # One is merged while the one before is written.
         return 2 * tensor.output_bytes + _lining_up(tensor) * sum(bool(source.rows) for source in tensor.experts)
-    whole = tensor.header.elements * _working_size(tensor)
-    working = get_method(tensor.fate.method).float64_elements(*matrix_shape(tensor)) * 8
-    if tensor.form == "factors":
-        working = max(working, nearest_elements(*matrix_shape(tensor)[1:], tensor.factors_rank) * 8)
-    return int(len(tensor.fate.experts) * whole + max(working, whole) + tensor.output_bytes + _lining_up(tensor))
+    matrices = apart(tensor)
+    on_its_way = max(matrix.output_bytes for matrix in matrices) if tensor.fate.view.is_apart else 0
+    return max(map(_working_memory, matrices)) + on_its_way + tensor.output_bytes + _lining_up(tensor)
+
+
+def _working_memory(matrix: ComputedTensor) -> int:
+    """Task vectors and what the method needs besides. Of matrices that are merged apart, one is at work at a time."""
+    whole = matrix.header.elements * _working_size(matrix)
+    working = get_method(matrix.fate.method).float64_elements(*matrix_shape(matrix)) * 8
+    if matrix.form == "factors":
+        working = max(working, nearest_elements(*matrix_shape(matrix)[1:], matrix.factors_rank) * 8)
+    return int(len(matrix.fate.experts) * whole + max(working, whole))
 
 
 def _lining_up(tensor: PlannedTensor) -> int:

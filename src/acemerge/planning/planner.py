@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 from acemerge.adapters.adapter import Adapter
 from acemerge.adapters.change import LoraChange
 from acemerge.adapters.settings import EXPAND
+from acemerge.checkpoints.experts import is_router
 from acemerge.checkpoints.families import (
     BUFFERS,
     NOT_LINEAR,
     align_names,
     choose_family,
-    fused_matrices,
     is_output_layer,
-    is_stored_in_out,
     is_task_head,
     matches,
     may_be_added,
@@ -33,6 +31,7 @@ from acemerge.numerics.frame import Sides
 from acemerge.planning.as_adapter import plan_as_adapter
 from acemerge.planning.data import ExpertLayers, PlannedData
 from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged
+from acemerge.planning.matrices import matrix_shape_of, view_of_matrices, whole_view
 from acemerge.planning.origins import origin_notes
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
 from acemerge.planning.reasons import Reason, Why
@@ -83,6 +82,7 @@ class _Planner:
         self.strangers: dict[str, list[str]] = {}
         self.miscounts: dict[str, list[str]] = {}
         self.seen_options: dict[tuple[str, Options], Options] = {}  # so that equal ones are the same
+        self.merged_as_one: dict[str, list[str]] = {}
         self.family = choose_family(recipe.preset, config, base.tensors)
         self.method = get_method(recipe.method)
         self.expert_names = tuple(expert.name for expert in experts)
@@ -101,6 +101,7 @@ class _Planner:
     def plan(self) -> Plan:
         self._check_models()
         tensors = tuple(self._decide(name) for name in self.base.tensors if name not in self.omitted)
+        self.notes.extend(f"{_some(names)}: fused matrices, merged as one: {why}" for why, names in self.merged_as_one.items())
         heads = self._plan_heads(tensors)
         self._say_what_becomes_of_heads(tensors)
         if self.recipe.save_as == "adapter":
@@ -208,7 +209,7 @@ class _Planner:
             reason=reason,
             method=method.name,
             options=options,
-            view=self._view(name, header, action, method, sources),
+            view=self._view(name, action, method, options, sources),
             experts=sources,
             core=self._core(sources, method.core_sides(options)),
             in_pieces=method.is_elementwise(options) and whole,
@@ -229,22 +230,16 @@ class _Planner:
             in_pieces=all(their not in (expert.changes or {}) for expert, their in present),
         )  # fmt: skip
 
-    def _view(self, name: str, header: TensorHeader, action: Action, method: Method, sources: tuple[ExpertTensor, ...]) -> View:
-        """How the method sees it: matrices [out, in], and those that the file has fused apart, if the method is for matrices."""
+    def _view(self, name: str, action: Action, method: Method, options: Options, sources: tuple[ExpertTensor, ...]) -> View:
+        """How the method sees it: matrices [out, in], and, if it is for such, apart what the file has fused or stacked."""
         if action == "merged" and self.layers and method.touches in ("linear", "blocks"):
             return View(transposed=self.layers.stored_in_out(sources))
-        if self.recipe.orientation == "stored" or len(header.shape) != 2:
-            return View()
-        view = View(transposed=is_stored_in_out(name, self.family, self.base.tensors))
-        fused = fused_matrices(name, self.family)
-        if fused == 1 or action == "averaged" or method.touches != "matrices":
-            return view
-        outputs = header.shape[1 if view.transposed else 0]
-        if outputs % fused or self.recipe.save_as == "adapter":
-            why = f"its {outputs} outputs are not {fused} equal parts" if outputs % fused else "an adapter has one change of it"
-            self.notes.append(f"'{name}' holds {fused} matrices, but is merged as one: {why}")
-            return view
-        return replace(view, fused=fused)
+        if action == "averaged" or method.touches != "matrices" or method.is_elementwise(options):
+            return whole_view(name, self.base.tensors, self.family, self.recipe)
+        view, why_whole = view_of_matrices(name, self.base.tensors, self.family, self.recipe, self.config)
+        if why_whole:
+            self.merged_as_one.setdefault(why_whole, []).append(name)
+        return view
 
     def _rule_for(self, name: str) -> TensorRule | None:
         for index, rule in enumerate(self.recipe.tensors):
@@ -303,10 +298,13 @@ class _Planner:
                 return "averaged", Reason(Why.NOT_LINEAR_BY_PRESET, self.family.name)
             return "kept", Reason(Why.KEPT_BY_PRESET, self.family.name)
         rest: Action = "kept" if method.rest == "keep" else "averaged"
-        if len(header.shape) != 2:
-            return rest, Reason(Why.NOT_A_MATRIX, str(len(header.shape)))
-        if min(header.shape) <= 1:
+        shape = matrix_shape_of(name, header)
+        if len(shape) != 2:
+            return rest, Reason(Why.NOT_A_MATRIX, str(len(shape)))
+        if min(shape) <= 1:
             return rest, Reason(Why.VECTOR)
+        if not _forces(rule) and is_router(name, self.base.tensors):
+            return rest, Reason(Why.ROUTER)
         if not _forces(rule) and matches(name, NOT_LINEAR):
             return rest, Reason(Why.NOT_LINEAR)
         if not _forces(rule) and matches(name, self.family.averaged):

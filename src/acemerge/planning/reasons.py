@@ -23,6 +23,7 @@ class Why(Enum):
     KEPT_BY_PRESET = "preset '{}' leaves it at the base"
     NOT_LINEAR_BY_PRESET = "preset '{}' does not take it for a linear map"
     NOT_LINEAR = "not a linear map, by its name"
+    ROUTER = "a router, which chooses among experts"
     NOT_A_MATRIX = "{}-D, not a matrix"
     VECTOR = "a matrix with one row or column is a vector"
     AFTER_BLOCKS = "after the last block: left at the base"

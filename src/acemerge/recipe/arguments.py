@@ -39,7 +39,7 @@ def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -
 def refuse_flags(options: Iterable[str]) -> None:
     """What is not an option of a method but a flag of its own."""
     for name in options:
-        if name in ("orientation", "preset", "dtype", "missing", "data", "tokenizer"):
+        if name in ("orientation", "fused", "preset", "dtype", "missing", "data", "tokenizer"):
             raise InputError(f"-s {name}: not an option of a method; use --{name}")
 
 

@@ -18,6 +18,7 @@ from acemerge.checkpoints.untrusted import read_bounded
 from acemerge.errors import InputError, did_you_mean
 from acemerge.recipe.sizes import parse_size
 
+Fused = Literal["auto", "apart", "whole"]
 Orientation = Literal["canonical", "stored"]
 _SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -110,6 +111,8 @@ class Recipe(_Strict):
     """The output's layers in order, from runs of layers of the models; without, each layer is merged with its like."""
     preset: str = "auto"
     orientation: Orientation = "canonical"
+    fused: Fused = "auto"
+    """Of q, k and v, or gate and up, in one: methods for matrices merge them apart or as one whole; auto: as the preset says."""
     missing: Literal["error", "skip"] = "error"
     heads: Literal["own", "average", "keep"] = "own"
     """Of tasks. own: the base's in the model, each expert's in heads/; average: the experts' mean; keep: the base's only."""

@@ -18,8 +18,8 @@ def facts_told(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for record in records:
         for fact, meaning in _facts_of(record):
-            # Of a fused matrix, it is told of each of its matrices.
-            names = [name for name in record if name == fact or name.startswith(f"{fact} of block ")]
+            # Of matrices that were merged apart, it is told of each, or of all in the middle and at the ends.
+            names = [name for name in record if name == fact or name.startswith((f"{fact} of block ", f"{fact} of blocks, "))]
             found |= {name: meaning for name in names if record[name] is not None and name not in found}
     return found
 

@@ -18,7 +18,7 @@ from acemerge.planning.fates import Kept
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, apart
 from acemerge.tensors.computing import Computation, TensorMerge, computations, compute, lengths, read_each
-from acemerge.tensors.fused import join
+from acemerge.tensors.fused import joined_facts
 from acemerge.tensors.nonfinite import all_equal_base, insist, likely_cause, nonfinite_values
 from acemerge.tensors.output_rows import place_output_rows
 from acemerge.tensors.parts import lost_by_rounding, shared_vector, task_parts, to_stored
@@ -43,7 +43,7 @@ def _merge_at_points(merges: Sequence[TensorMerge], device: torch.device) -> Ite
     todo = computations(merges)
     if not todo:
         yield list(range(len(merges))), _untouched(merges[0].plan, merges[0].planned)
-    elif len(todo[0].planned.fate.view.apart()) > 1:
+    elif todo[0].planned.fate.view.is_apart:
         for point, merge in enumerate(todo):  # one after the other, so that one joined tensor is held at a time
             yield [point], _merge_apart(merge, device)
     else:
@@ -74,12 +74,17 @@ def _merge_each(merges: Sequence[Computation], device: torch.device) -> Iterator
 
 
 def _merge_apart(merge: Computation, device: torch.device) -> MergedTensor:
-    """A fused matrix: each of its matrices for itself."""
-    blocks = []
-    for block in apart(merge.planned):
+    """A fused matrix or a stack of them: each for itself, to its place in the whole."""
+    planned = merge.planned
+    value = torch.empty(planned.header.shape, dtype=getattr(torch, planned.output_dtype))
+    facts: list[Mapping[str, TensorFact]] = []
+    warnings: list[str] = []
+    for block in apart(planned):
         [(_, merged)] = _merge_each([replace(merge, planned=block)], device)
-        blocks.append(merged)
-    return join(merge.planned.fate.view, blocks)
+        block.fate.view.put(merged.value, value)
+        facts.append(merged.facts)
+        warnings += merged.warnings
+    return MergedTensor(value, joined_facts(facts), tuple(dict.fromkeys(warnings)))
 
 
 def _as_stored(merge: Computation, merged: Merged, facts: Mapping[str, TensorFact], frame: Frame | None) -> MergedTensor:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from acemerge.adapters.change import LoraChange
+from acemerge.adapters.stacked import StackedChange
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.methods import Context
 from acemerge.numerics.frame import Factors, Frame, to_cores
@@ -41,6 +42,8 @@ def load_dense(plan: Plan, planned: ComputedTensor, device: torch.device) -> Flo
         change = (expert.changes or {}).get(source.name) if source.name else None
         if source.name is None:
             task_vector.zero_()
+        elif isinstance(change, StackedChange) and view.matrix is not None:
+            task_vector.copy_(view.within_matrix.to_method(change.expand_matrix(view.matrix)))
         elif change:
             task_vector.copy_(view.to_method(change.expand(base)))
         else:

@@ -49,6 +49,13 @@ def orientation() -> list[Candidate]:
     ]
 
 
+def fused() -> list[Candidate]:
+    """Matrices that hold several, such as GPT-2's q, k and v, merged as one (whole) and each for itself (apart)."""
+    ways = ("whole", "apart")
+    methods = ("ace", "ace_auto", "tsv_m", "iso_c")
+    return [EXPERTS, *(Candidate(f"{m} {way}", {"method": m, "fused": way}) for m in methods for way in ways)]
+
+
 _NEVER, _ALWAYS = 1e9, 0.0
 
 
@@ -78,4 +85,4 @@ def choices() -> list[Candidate]:
     ]
 
 
-ANALYSES = {"ablation": ablation, "sensitivity": sensitivity, "choices": choices, "orientation": orientation}
+ANALYSES = {"ablation": ablation, "sensitivity": sensitivity, "choices": choices, "orientation": orientation, "fused": fused}
