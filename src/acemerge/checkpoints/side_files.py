@@ -9,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from acemerge.checkpoints.folder import read_json
+from acemerge.checkpoints.folder import read_json, with_changes
 
 
 def copy_side_file(path: Path, folder: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Copy one file into a folder; `dtype` is what the weights there were converted to, if they were."""
     if path.name == "config.json" and (dtype or changes):
-        config = {**read_json(path), **changes}
+        config = with_changes(read_json(path), changes)
         if dtype:
             config[_dtype_key(config)] = dtype
         (folder / path.name).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -51,7 +51,7 @@ def write_heads(plan: Plan, folder: Path) -> None:
             names["task_type"] = expert.settings.get("task_type")
         (target / HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         for path in expert.side_files():
-            copy_side_file(path, target, dtype)
+            copy_side_file(path, target, dtype, expert.config_changes)
         if isinstance(expert, Adapter) and plan.base.config:
             config = expert.head_config(plan.base.config, {name: expert.tensors[name] for name in head.tensors})
             (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
