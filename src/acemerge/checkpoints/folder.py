@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _SHARD = re.compile(r".+-(?P<number>\d{5})-of-(?P<count>\d{5})")
-_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf")
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx")
 """Of formats that acemerge does not read."""
 
 
@@ -61,9 +61,8 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """The model's config.json with its changes, or nothing."""
         path = self.folder / "config.json" if self.folder else None
-        if path is None or not path.is_file():
-            return {}
-        return with_changes(read_json(path), self.config_changes)
+        stated = read_json(path) if path and path.is_file() else {}
+        return with_changes(stated, self.config_changes)
 
     @cached_property
     def where(self) -> str:
@@ -126,11 +125,13 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
     model = Checkpoint(
         name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps
     )
+    if not model.config:
+        model = replace(model, config_changes=parts[0].config())
     check_inside(path, model.side_files())
     if not model.config.get(QUANTIZATION):
         return model
     floats, read = dequantised(model.config, tensors, model.read, model.where)
-    return replace(model, tensors=floats, read=read, config_changes={QUANTIZATION: None})
+    return replace(model, tensors=floats, read=read, config_changes={**model.config_changes, QUANTIZATION: None})
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], name: str) -> Checkpoint:

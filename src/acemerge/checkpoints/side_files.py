@@ -11,16 +11,21 @@ from typing import Any
 
 from acemerge.checkpoints.folder import read_json, with_changes
 
+CONFIG = "config.json"
+
 
 def copy_side_file(path: Path, folder: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Copy one file into a folder; `dtype` is what the weights there were converted to, if they were."""
-    if path.name == "config.json" and (dtype or changes):
-        config = with_changes(read_json(path), changes)
-        if dtype:
-            config[_dtype_key(config)] = dtype
-        (folder / path.name).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if path.name == CONFIG and (dtype or changes):
+        write_config(with_changes(read_json(path), changes), folder, dtype)
     else:
         shutil.copyfile(path, folder / path.name)
+
+
+def write_config(config: Mapping[str, Any], folder: Path, dtype: str | None) -> None:
+    """Of weights that were converted to this dtype, if to any."""
+    stated = {**config, _dtype_key(config): dtype} if dtype else dict(config)
+    (folder / CONFIG).write_text(json.dumps(stated, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _dtype_key(config: Mapping[str, Any]) -> str:
