@@ -22,8 +22,8 @@ from small_models import base_tensors, write_models
 
 
 def test_the_formats_and_which_is_preferred() -> None:
-    assert [each.model_file for each in formats()] == ["model.safetensors", "pytorch_model.bin"]
-    assert weight_suffixes() == (".safetensors", ".bin", ".pt", ".pth")
+    assert [each.model_file for each in formats()] == ["model.safetensors", "model.gguf", "pytorch_model.bin"]
+    assert weight_suffixes() == (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
 def test_of_two_formats_the_preferred_one_is_read(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def test_a_new_format_is_one_file(tmp_path: Path) -> None:
     models = write_models(tmp_path)
     acemerge.merge(models.base, models.experts, tmp_path / "out")
-    assert weight_suffixes() == (".safetensors", ".npz", ".bin", ".pt", ".pth")
+    assert weight_suffixes() == (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth")
     for folder in (models.base, *models.experts):
         arrays: dict[str, Any] = {name: value.numpy() for name, value in load_file(folder / "model.safetensors").items()}
         np.savez(folder / "model.npz", **arrays)

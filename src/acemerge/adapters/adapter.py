@@ -81,7 +81,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     """Open an adapter folder; reads headers only. Its tensors come under the base's names, or would-be names."""
     config_stamp = FileStamp.of(path / CONFIG)  # its scales and ranks are as much a part of the change as the weights
     settings = read_settings(path)
-    names_of_weights = [f"adapter_model{each.suffixes[0]}" for each in formats()]
+    names_of_weights = [f"adapter_model{each.suffixes[0]}" for each in formats() if each.of_hugging_face]
     file = next((path / weights for weights in names_of_weights if (path / weights).is_file()), None)
     if file is None:
         raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(names_of_weights)}; download the weights too")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.quantised import QUANTIZATION
 from acemerge.errors import InputError, first_line
 
 
@@ -29,6 +30,11 @@ def model_class(expert: Checkpoint) -> Any:
     """The class of the expert's model."""
     if expert.folder is None or not expert.config:
         raise InputError(f"expert {expert.where}: give a folder with config.json, so that its model can be run on data")
+    if QUANTIZATION in expert.config_changes:
+        raise InputError(
+            f"expert {expert.where}: is quantised, so its model is not run on data; make it a float model first: acemerge merge "
+            f"{expert.folder} {expert.folder} -m passthrough -o FOLDER"
+        )
     named = expert.config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     found = getattr(quiet_transformers(), name, None) if name else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.formats.registry import WeightsFile, formats, open_file, weight_suffixes
+from acemerge.checkpoints.quantised import QUANTIZATION, dequantised
 from acemerge.checkpoints.tensor_header import TensorHeader, header_of, shared_storage
 from acemerge.checkpoints.untrusted import MAX_JSON_BYTES, check_inside, parse_json, read_bounded
 from acemerge.errors import InputError, PreflightError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _SHARD = re.compile(r".+-(?P<number>\d{5})-of-(?P<count>\d{5})")
-_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf")
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx")
 """Of formats that acemerge does not read."""
 
 
@@ -44,7 +45,7 @@ class Checkpoint:
     """Of an adapter: tensors given as a change of the base's. Its others are values, and what it does not have is the base's."""
     stamps: tuple[FileStamp, ...] = ()
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """What the output's config says otherwise than this model's file."""
+    """What the output's config says otherwise than this model's file; None: nothing."""
 
     def check_unchanged(self) -> None:
         """Raise an error if a file has changed since it was opened."""
@@ -60,9 +61,8 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """The model's config.json with its changes, or nothing."""
         path = self.folder / "config.json" if self.folder else None
-        if path is None or not path.is_file():
-            return {}
-        return {**read_json(path), **self.config_changes}
+        stated = read_json(path) if path and path.is_file() else {}
+        return with_changes(stated, self.config_changes)
 
     @cached_property
     def where(self) -> str:
@@ -86,6 +86,11 @@ class Checkpoint:
 
 
 NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_args.bin", "adapter_config.json"}
+
+
+def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that says otherwise; what a change is None of, it no longer says."""
+    return {key: value for key, value in {**config, **changes}.items() if value is not None or key not in changes}
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -120,8 +125,13 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
     model = Checkpoint(
         name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps
     )
+    if not model.config:
+        model = replace(model, config_changes=parts[0].config())
     check_inside(path, model.side_files())
-    return model
+    if not model.config.get(QUANTIZATION):
+        return model
+    floats, read = dequantised(model.config, tensors, model.read, model.where)
+    return replace(model, tensors=floats, read=read, config_changes={**model.config_changes, QUANTIZATION: None})
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], name: str) -> Checkpoint:

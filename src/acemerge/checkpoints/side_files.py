@@ -9,13 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from acemerge.checkpoints.folder import read_json
+from acemerge.checkpoints.folder import read_json, with_changes
+
+CONFIG = "config.json"
 
 
 def copy_side_file(path: Path, folder: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Copy one file into a folder; `dtype` is what the weights there were converted to, if they were."""
-    if path.name == "config.json" and (dtype or changes):
-        write_side_file(path.name, {**read_json(path), **changes}, folder, dtype)
+    if path.name == CONFIG and (dtype or changes):
+        write_side_file(CONFIG, with_changes(read_json(path), changes), folder, dtype)
     else:
         shutil.copyfile(path, folder / path.name)
 
@@ -25,7 +27,7 @@ def write_side_file(name: str, content: Mapping[str, Any] | str, folder: Path, d
     if isinstance(content, str):
         (folder / name).write_text(content, encoding="utf-8")
         return
-    edited = {_dtype_key(content): dtype} if name == "config.json" and dtype else {}
+    edited = {_dtype_key(content): dtype} if name == CONFIG and dtype else {}
     text = json.dumps({**content, **edited}, indent=2, ensure_ascii=False)
     (folder / name).write_text(text + "\n", encoding="utf-8")
 

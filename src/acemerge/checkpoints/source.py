@@ -104,7 +104,7 @@ def _from_hub(given: str, repo: str, revision: str | None, offline: bool) -> Sou
 
     offline = offline or constants.HF_HUB_OFFLINE
     try:
-        for each in formats():
+        for each in (each for each in formats() if each.of_hugging_face):
             wanted = [*_BESIDE_WEIGHTS, *(f"*{suffix}" for suffix in each.suffixes)]
             folder = Path(snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=wanted))
             if any(map(each.matches, folder.glob("*"))):

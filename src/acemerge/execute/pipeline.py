@@ -15,6 +15,7 @@ from acemerge.errors import PreflightError
 from acemerge.execute.compute import compute_threads
 from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_kinship, set_scene
+from acemerge.execute.own_tokenizer import write_own_tokenizer
 from acemerge.execute.passes import gather_at_points
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
 from acemerge.output.manifest import Manifest
@@ -145,6 +146,7 @@ class Executor:
     def _complete(self, plan: Plan, staging: Staging) -> None:
         """Everything of an output but its shards."""
         write_heads(plan, staging.folder)
+        write_own_tokenizer(plan, staging.folder)
         hashes = self.hashes.all()
         staging.check_inputs(hashes)
         write_documents(plan, self.scene.sources, staging, hashes, _add_page if self.scene.run.report else None)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from acemerge.checkpoints.card import licence
-from acemerge.checkpoints.side_files import copy_side_file, write_side_file
+from acemerge.checkpoints.side_files import CONFIG, copy_side_file, write_side_file
 from acemerge.checkpoints.source import Source, Sources
 from acemerge.output.adapter_writer import write_adapter_config
 from acemerge.output.input_hashes import Hashes
@@ -35,6 +35,8 @@ def write_documents(
                 copy_side_file(file, folder, plan.recipe.dtype, plan.base.config_changes)
             else:
                 write_side_file(name, file(), folder, plan.recipe.dtype)
+        if plan.base.config and not (folder / CONFIG).exists():  # which a single file may state itself
+            write_side_file(CONFIG, plan.base.config, folder, plan.recipe.dtype)
         _write_index(plan, folder)
     recipe = resolved_recipe(plan, sources, hashes)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")

@@ -58,7 +58,7 @@ def write_heads(plan: Plan, folder: Path) -> None:
             names["task_type"] = expert.settings.get("task_type")
         (target / HEAD_NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         for path in _fitting_files(plan, head.expert):
-            copy_side_file(path, target, dtype)
+            copy_side_file(path, target, dtype, expert.config_changes)
         if isinstance(expert, Adapter) and plan.base.config:
             config = expert.head_config(plan.base.config, {name: expert.tensors[name] for name in head.tensors})
             config = fitted_config(plan.vocabulary, plan.base, config) if plan.vocabulary else config

@@ -135,9 +135,6 @@ class _Planner:
                 continue
             if one.files and other.files and all(a.samefile(b) for a, b in zip(one.files, other.files, strict=False)):
                 self.problems.append(f"{one.where} and {other.where} are the same files; give each model once")
-        for model in models:
-            if "quantization_config" in model.config:
-                self.problems.append(f"{model.where} is quantised (config.json: quantization_config); give the unquantised model")
         if not self.recipe.slices:  # whose tensors have as many experts as each slice says
             self.problems.extend(_miscounts(self.method, self.options, len(self.experts)))
         for expert in self.experts:
@@ -164,7 +161,9 @@ class _Planner:
         header = self.base.tensors[name]
         dtype = self.recipe.dtype if self.recipe.dtype and header.is_mergeable else header.dtype
         if header.dtype.startswith("float8"):
-            self.problems.append(f"tensor '{name}' of {self.base.where} is stored as {header.dtype}; give an unquantised model")
+            self.problems.append(
+                f"tensor '{name}' of {self.base.where} is stored as {header.dtype}; give its folder, with its config.json"
+            )
         rows = self._output_rows(name, header)
         return Planned(name=name, header=header, output_dtype=dtype, fate=self._fate(name, header), rows=rows)
 

@@ -63,7 +63,7 @@ def arrange(slices: Sequence[Slice], base: Checkpoint, experts: Sequence[Checkpo
     for expert in experts:
         mine = [(stacks[expert.name], own.layers[expert.name][0]) if expert.name in own.layers else None for own in slices]
         arranged.append(_rearranged(stacks[expert.name], slices, mine))
-    return replace(arranged[0], config_changes=_config_changes(base.config, slices)), arranged[1:]
+    return replace(arranged[0], config_changes={**base.config_changes, **_config_changes(base.config, slices)}), arranged[1:]
 
 
 def _reference(each: Slice) -> tuple[str, int]:

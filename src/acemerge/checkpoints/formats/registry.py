@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.tensor_header import TensorHeader
@@ -31,6 +31,8 @@ class WeightsFile:
     tensors: Mapping[str, TensorHeader]
     read: Callable[[str], Tensor]
     tied: Mapping[str, str] = field(default_factory=dict)
+    config: Callable[[], Mapping[str, Any]] = dict
+    """What config.json would say, of a file that says so itself; asked for where there is none."""
 
     @property
     def path(self) -> Path:
@@ -59,6 +61,8 @@ class Format:
     """A file of this format, checked."""
     rank: int
     """Where a model is there in several formats, the lowest is read. A file of an unknown name is tried with the highest."""
+    of_hugging_face: bool = True
+    """Whether its libraries save models and adapters so. What others save is read where a file or folder is given."""
 
     def matches(self, path: Path) -> bool:
         """By its name."""

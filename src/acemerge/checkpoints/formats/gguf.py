@@ -1,0 +1,112 @@
+"""GGUF, llama.cpp's files: the weights of models built like Llama, mostly quantised, by the library `gguf`.
+
+A quantised tensor is read as float32, some rows at a time; what is stored in 16 or 32 bits stays so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from acemerge.checkpoints.file_stamp import FileStamp
+from acemerge.checkpoints.formats.registry import Format, WeightsFile
+from acemerge.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
+from acemerge.checkpoints.gguf_model import ROPE_FACTORS, architecture_of, config_of, heads, llama3_rope, transformers_name
+from acemerge.checkpoints.tensor_header import TensorHeader
+from acemerge.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STORED_AS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_AT_ONCE = 4_000_000  # numbers: the library holds each several times while it makes floats of them
+
+
+def _open(path: Path) -> WeightsFile:
+    stamp = FileStamp.of(path)
+    header = read_header(path)
+    architecture = architecture_of(header)
+    stored = {name: _Stored(path, each, *_quantisation(path, name, each)) for name, each in header.tensors.items()}
+    factors = stored.pop(ROPE_FACTORS, None)
+    names = {transformers_name(header, name): name for name in stored}
+    tensors = {ours: TensorHeader(stored[name].dtype, stored[name].place.shape) for ours, name in names.items()}
+
+    def config() -> dict[str, Any]:
+        stated = config_of(header, architecture)
+        if factors is not None:
+            stated["rope_scaling"] = llama3_rope(header, stated, factors.read().tolist())
+        return {**stated, "dtype": tensors["model.embed_tokens.weight"].dtype}
+
+    def read(ours: str) -> Tensor:
+        value = stored[names[ours]].read()
+        return _turned_back(value, header, ours) if architecture.turned else value
+
+    return WeightsFile(stamp, tensors, read, config=config)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor of a file."""
+
+    path: Path
+    place: GgufTensor
+    kind: Any
+    """The library's GGMLQuantizationType."""
+    row_bytes: int
+
+    @property
+    def dtype(self) -> str:
+        return _STORED_AS.get(self.kind.name, "float32")
+
+    def read(self) -> Tensor:
+        import torch
+        from gguf.quants import dequantize
+
+        shape = self.place.shape
+        rows = prod(shape[:-1])
+        # Copy on write: nothing is ever written to it, but torch warns of arrays that cannot be.
+        content = np.memmap(self.path, np.uint8, "c", self.place.start, (rows, self.row_bytes))
+        result = torch.empty((rows, shape[-1]), dtype=getattr(torch, self.dtype))
+        step = max(1, _AT_ONCE // shape[-1])
+        with np.errstate(all="ignore"):  # infinite scales of a damaged file are found later, by what they make
+            for start in range(0, rows, step):
+                result[start : start + step] = torch.from_numpy(dequantize(content[start : start + step], self.kind))
+        return result.reshape(shape)
+
+
+def _quantisation(path: Path, name: str, tensor: GgufTensor) -> tuple[Any, int]:
+    """How a tensor is stored, and in how many bytes a row; or an error if it cannot be read or does not lie in the file."""
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise InputError(f"{path}: reading GGUF files needs the library gguf: pip install gguf") from None
+    try:
+        kind = GGMLQuantizationType(tensor.quantisation)
+        numbers, size = GGML_QUANT_SIZES[kind]
+        dequantize(np.zeros((1, size), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        raise InputError(
+            f"{path}: tensor {name!a} is quantised in a way that gguf cannot undo (type {tensor.quantisation}); install a newer "
+            "gguf, or give the float model"
+        ) from None
+    row = tensor.shape[-1] if tensor.shape else 0
+    if not prod(tensor.shape) or row % numbers or tensor.start + prod(tensor.shape) // numbers * size > path.stat().st_size:
+        raise InputError(f"{path}: tensor {name!a} {list(tensor.shape)} does not fit into the file. Download it again.")
+    return kind, row // numbers * size
+
+
+def _turned_back(value: Tensor, header: GgufHeader, name: str) -> Tensor:
+    """Rows of q and k as transformers has them: the halves of a head one after the other, not in turns."""
+    if ".q_proj." not in name and ".k_proj." not in name:
+        return value
+    count = heads(header, key=".k_proj." in name)
+    pairs = value.reshape(count, -1, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)
+
+
+FORMAT = Format((".gguf",), "model.gguf", _open, rank=50, of_hugging_face=False)
