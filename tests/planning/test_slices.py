@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import acemerge
+from acemerge.cli.flags import RecipeFlags
 from acemerge.errors import InputError
 from acemerge.execute.pipeline import run_merge
 from acemerge.recipe.arguments import recipe_from
@@ -186,3 +187,29 @@ def test_the_base_may_be_an_expert_where_weights_are_joined(models: Path, tmp_pa
     assert torch.allclose(weights(tmp_path / "out")[name].double(), expected, atol=1e-6)
     with pytest.raises(InputError, match="are the same files"):
         acemerge.merge(base, [base, expert], tmp_path / "no", method="task_arithmetic")
+
+
+def test_a_plan_shows_what_differs_by_slice(models: Path) -> None:
+    slices = [{"layers": {"expert-0": [0, 2]}}, {"layers": {"expert-0": [2, 4]}, "options": {"scale": 0.5}}]
+    plan = acemerge.plan(models / "base", [models / "expert-0"], method="passthrough", slices=slices)
+    assert plan.varying_options == ("scale",)
+    told = {tensor["name"]: tensor["options"]["scale"] for tensor in plan.to_json()["tensors"]}
+    assert (told["layers.1.mlp.up_proj.weight"], told["layers.2.mlp.up_proj.weight"]) == (1.0, 0.5)
+
+
+def test_weights_by_name_on_the_command_line(models: Path, tmp_path: Path) -> None:
+    flags = RecipeFlags(method=["task_arithmetic"], settings=["alpha=0:1"], weights="expert-1=2,expert-0=0.5")
+    recipe, _ = flags.recipe([str(models / "base"), str(models / "expert-0"), str(models / "expert-1")])
+    run_merge(recipe, tmp_path / "out", RunOptions(quiet=True))
+    W0, first, second, found = (
+        weights(folder) for folder in (*(models / n for n in ("base", "expert-0", "expert-1")), tmp_path / "out")
+    )
+    for layer in range(LAYERS):
+        name = f"layers.{layer}.mlp.up_proj.weight"
+        change = 0.5 * (first[name] - W0[name]).double() + 2 * (second[name] - W0[name]).double()
+        assert torch.allclose(found[name].double(), W0[name].double() + layer / (LAYERS - 1) * change, atol=1e-6)
+
+
+def test_a_base_without_tensors_is_refused_in_words() -> None:
+    with pytest.raises(InputError, match="no weights in common"):
+        acemerge.merge_state_dicts({}, [{}])

@@ -68,7 +68,7 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
     experts: list[Checkpoint] = []
     for source, name in zip(sources.experts, sources.names[1:], strict=True):
         try:
-            experts.append(_open_expert(source, name, base, recipe.preset))
+            experts.append(_open_expert(_without_base(source, sources.base), name, base, recipe.preset))
         except PreflightError as error:
             problems.extend(error.problems)
         except InputError as error:
@@ -100,11 +100,15 @@ def _open_model(source: Source, name: str, preset: str) -> Checkpoint:
     return with_adapter(model, open_adapter(source.adapter.path, name, model, choose_family(preset, model.config, model.tensors)))
 
 
+def _without_base(source: Source, base: Source) -> Source:
+    """An adapter of the base as it is, if the expert is that: BASE+ADAPTER."""
+    of_base = base.adapter is None and source.path.samefile(base.path)
+    return source.adapter if source.adapter and of_base else source
+
+
 def _open_expert(source: Source, name: str, base: Checkpoint, preset: str) -> Checkpoint:
-    on_base = source.adapter is not None and base.location is not None and source.path.samefile(base.location)
-    adapter = source.adapter if on_base else source
-    if adapter is not None and is_adapter(adapter.path):
-        return open_adapter(adapter.path, name, base, choose_family(preset, base.config, base.tensors))
+    if is_adapter(source.path):
+        return open_adapter(source.path, name, base, choose_family(preset, base.config, base.tensors))
     return _open_model(source, name, preset)
 
 

@@ -92,9 +92,10 @@ class Plan:
 
     @property
     def varying_options(self) -> tuple[str, ...]:
-        """Those of the method, or of a rule, that are not the same everywhere."""
+        """Those of the method, or of a rule or slice, that are not the same everywhere."""
         asked = [self.recipe.options, *(rule.options for rule in self.recipe.tensors)]
-        return tuple(dict.fromkeys(name for options in asked for name, value in options.items() if varies(value)))
+        varying = [name for options in asked for name, value in options.items() if varies(value)]
+        return tuple(dict.fromkeys([*varying, *(name for own in self.recipe.slices for name in own.options)]))
 
     @property
     def is_extraction(self) -> bool:

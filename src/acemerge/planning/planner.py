@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -86,9 +87,8 @@ class _Planner:
         self.family = choose_family(recipe.preset, config, base.tensors)
         self.method = get_method(recipe.method)
         self.expert_names = tuple(expert.name for expert in experts)
-        self.depths = relative_depths(base.tensors)
         self.slices = slice_of_each(list(base.tensors), recipe.slices) if recipe.slices else {}
-        self.options = self._options_at(self.method, recipe.options, next(iter(base.tensors)), self.expert_names)
+        self.options = self._options_at(self.method, recipe.options, next(iter(base.tensors), ""), self.expert_names)
         self.omitted = tied_names(base, config)
         # expert index -> {name in the base: name in the expert}
         self.names = [_invert(align_names(base.tensors, expert.tensors), expert.name) for expert in experts]
@@ -273,10 +273,16 @@ class _Planner:
         own = self.recipe.slices[self.slices[name][0]].options if name in self.slices else {}
         return {**self.recipe.options, **own} if own else self.recipe.options
 
+    @cached_property
+    def depths(self) -> Mapping[str, float]:
+        """Of every tensor; only values that differ by layer ask for it."""
+        return relative_depths(self.base.tensors)
+
     def _options_at(self, method: Method, asked: Mapping[str, Any], name: str, experts: tuple[str, ...]) -> Options:
-        depth = self.slices[name][1] if name in self.slices else self.depths[name]
-        values = values_at(asked, Place(name, depth), experts, self.expert_names)
-        options = method.options(values).resolve(self.config)
+        if any(map(varies, asked.values())):
+            depth = self.slices[name][1] if name in self.slices else self.depths[name]
+            asked = values_at(asked, Place(name, depth), experts, self.expert_names)
+        options = method.options(asked).resolve(self.config)
         return self.seen_options.setdefault((method.name, options), options)
 
     def _action(

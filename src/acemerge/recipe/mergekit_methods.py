@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from acemerge.recipe.values import BY_LAYER
+from acemerge.recipe.values import BY_LAYER, is_list_of_rules
 from acemerge.recipe.yaml_lines import Key
 
 Refuse = Callable[[Key, str], NoReturn]
@@ -64,7 +64,8 @@ class Parameters:
         found = {}
         for expert in self.experts:
             own = [self.per_model[expert]] if expert in self.per_model else []
-            given = self._chain(name, [*own, *self.globally], default if own else 0.0, change)
+            without = 0.0 if default is _NOTHING and not own else default  # a slice that leaves it out asks for no value
+            given = self._chain(name, [*own, *self.globally], without, change)
             if given is _NOTHING:
                 key = self.per_model[expert].key
                 self.refuse(key, f"method '{self.method}' needs a '{name}' for '{expert}'")
@@ -133,15 +134,11 @@ class Parameters:
             rules.append({"match": f"*{_escaped(str(part))}*", "value": value})
         if otherwise is _NOTHING or otherwise is None:
             self.refuse(key, "its filters leave tensors without a value; end with a value that has no filter")
-        return [*rules, *(otherwise if _is_rules(otherwise) else [{"value": otherwise}])]
+        return [*rules, *(otherwise if is_list_of_rules(otherwise) else [{"value": otherwise}])]
 
 
 def _is_rule(given: Any) -> bool:
     return isinstance(given, dict) and "value" in given and given.keys() <= {"value", "filter"}
-
-
-def _is_rules(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(rule, dict) for rule in value)
 
 
 def _escaped(part: str) -> str:

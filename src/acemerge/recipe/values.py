@@ -35,7 +35,7 @@ class Place:
 
 def varies(value: Any) -> bool:
     """Whether it is more than one plain value."""
-    return isinstance(value, Mapping) or _is_list_of_rules(value)
+    return isinstance(value, Mapping) or is_list_of_rules(value)
 
 
 def values_at(options: Mapping[str, Any], place: Place, experts: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _value_at(option: str, value: Any, place: Place, experts: Sequence[str], kno
         if BY_LAYER in value:
             return between(_stops(option, value), place.depth)
         return _for_each(option, value, place, experts, known)
-    if _is_list_of_rules(value):
+    if is_list_of_rules(value):
         inner = _first_that_matches(option, value, place)
         return _value_at(option, inner, place, experts, known)
     return value
@@ -87,7 +87,8 @@ def _for_each(option: str, value: Mapping[str, Any], place: Place, experts: Sequ
     return [_value_at(option, value[name], place, experts, known) for name in experts]
 
 
-def _is_list_of_rules(value: Any) -> bool:
+def is_list_of_rules(value: Any) -> bool:
+    """Whether it is a value by name."""
     return isinstance(value, list) and bool(value) and all(isinstance(rule, Mapping) for rule in value)
 
 
