@@ -13,7 +13,7 @@ from acemerge.errors import InputError
 from acemerge.output.task_models import load_expert_head
 
 METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
-SENTENCE = "Une belle surprise: the best film I have seen this year."
+SENTENCE = "A slow, dull film with wooden acting and no story at all"
 TEST_ROWS = 200
 HEADS_KNOW_ONE_TASK = (
     "Each head knows sentences of its own task only, and always names one of its classes: to a film review, the heads for "

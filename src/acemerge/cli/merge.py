@@ -56,7 +56,10 @@ def merge_command(
 def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> None:
     """Warnings on standard error; the summary for people or for programs."""
     from acemerge.cli.display import print_result, print_warnings
+    from acemerge.output.overreach import averaging_instead
 
+    instead = averaging_instead(result.plan.recipe, result.output)
+    print_warnings([f"{said}: {instead}" for said in result.plan.cautions])
     print_warnings([warning for record in result.tensors for warning in record["warnings"]])
     with telling_of(result.output):
         if as_json:

@@ -18,8 +18,9 @@ from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.execute.own_tokenizer import write_own_tokenizer
 from acemerge.execute.passes import gather_at_points
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
-from acemerge.output.manifest import Manifest
+from acemerge.output.manifest import Manifest, TensorRecord
 from acemerge.output.model_card import write_documents
+from acemerge.output.overreach import with_cautions
 from acemerge.output.resources import check_space, needed_space
 from acemerge.output.staging import Staging, check_output, staged_output
 from acemerge.output.task_models import write_heads
@@ -48,7 +49,12 @@ class MergeResult:
     @property
     def warnings(self) -> list[str]:
         """Every warning raised on the way."""
-        return [*self.plan.notes, *self.plan.kinship, *(w for tensor in self.tensors for w in tensor["warnings"])]
+        return [
+            *self.plan.notes,
+            *self.plan.kinship,
+            *self.plan.cautions,
+            *(w for tensor in self.tensors for w in tensor["warnings"]),
+        ]
 
     def __str__(self) -> str:
         fates = ", ".join(f"{self.plan.count(action)} {action}" for action in ACTIONS)
@@ -118,6 +124,7 @@ class Executor:
                 for note in dict.fromkeys(staging.note for staging in stagings if staging.note):
                     progress.say(note)
                 self._write_shards(plans, stagings, progress)
+            plans = [with_cautions(plan, _written(plan, staging)) for plan, staging in zip(plans, stagings, strict=True)]
             for plan, staging in zip(plans, stagings, strict=True):
                 self._complete(plan, staging)
             for model in (plans[0].base, *plans[0].experts):
@@ -156,5 +163,9 @@ def _add_page(manifest: Manifest, folder: Path) -> None:
     write_report(merge_page(manifest), folder / REPORT)
 
 
+def _written(plan: Plan, staging: Staging) -> list[TensorRecord]:
+    return [record for shard in plan.shards for record in staging.finished[shard].tensors]
+
+
 def _records(plan: Plan, staging: Staging) -> list[Mapping[str, Any]]:
-    return [record.to_json() for shard in plan.shards for record in staging.finished[shard].tensors]
+    return [record.to_json() for record in _written(plan, staging)]

@@ -61,6 +61,8 @@ class Plan:
     """What the weights say, not the headers, and so is noted later: of experts that are no fine-tunes of the base."""
     doubts: tuple[str, ...] = ()
     """The same of those that may be none, and of copies."""
+    cautions: tuple[str, ...] = ()
+    """What the finished merge itself says, and so is noted last."""
 
     @cached_property
     def shards(self) -> dict[str, tuple[PlannedTensor, ...]]:
@@ -182,7 +184,7 @@ class Plan:
             "tensors": [tensor_record(tensor, shard, self.experts) for shard, group in self.shards.items() for tensor in group],
             "omitted": dict(self.omitted),
             "heads": {self.experts[head.expert].name: list(head.tensors) for head in self.heads},
-            "notes": [*self.notes, *self.kinship],
+            "notes": [*self.notes, *self.kinship, *self.cautions],
         }
 
     @cached_property
