@@ -35,6 +35,7 @@ def expected(models: Models, alpha: float) -> float:
         changes = torch.stack([expert[name].double() - W0 for expert in experts])
         D = float(changes.square().sum((1, 2)).mean().sqrt())
         allowed = max(D, 1.1 * math.sqrt(float(W0.norm()) * D))
+        assert float(W0.norm()) / 3 > D
         times.append(alpha * float(changes.sum(0).norm()) / allowed)
     return median(times)
 
@@ -53,10 +54,10 @@ def test_it_is_the_length_over_the_geometric_mean_of_base_and_expert(models: Mod
 @pytest.mark.parametrize("alpha", [1.0, 4.0])
 def test_it_warns_above_one_and_only_there(models: Models, tmp_path: Path, alpha: float) -> None:
     result = acemerge.merge(models.base, models.experts, tmp_path / "out", method="task_arithmetic", alpha=alpha)
-    notes = json.loads((tmp_path / "out" / MANIFEST).read_text())["notes"]
-    assert result.warnings == notes == list(result.plan.cautions)
-    assert len(notes) == (expected(models, alpha) > 1)
-    assert str(tmp_path) not in " ".join(notes)
+    cautions = json.loads((tmp_path / "out" / MANIFEST).read_text())["cautions"]
+    assert result.warnings == cautions == list(result.plan.cautions)
+    assert len(cautions) == (expected(models, alpha) > 1)
+    assert str(tmp_path) not in " ".join(cautions)
     assert expected(models, 1.0) < 1 < expected(models, 4.0)
 
 
@@ -84,21 +85,30 @@ def test_one_expert_and_averages_never_go_too_far(models: Models, tmp_path: Path
 def test_adapters_may_go_less_far_by_the_share_of_directions(tmp_path: Path) -> None:
     base = lora_zoo.write_base(tmp_path / "base", "LlamaForCausalLM")
     adapters = [
-        lora_zoo.write_adapter(base, tmp_path / f"a{i}", "LlamaForCausalLM", seed=i, r=1, target_modules=["o_proj"])
+        lora_zoo.write_adapter(
+            base, tmp_path / f"a{i}", "LlamaForCausalLM", seed=i, r=1, lora_alpha=0.001, target_modules=["o_proj"]
+        )
         for i in range(2)
     ]
-    result = acemerge.merge(base, adapters, tmp_path / "out", method="tsv_m", alpha=3.0, force=True)
+    result = acemerge.merge(base, adapters, tmp_path / "out", method="tsv_m", alpha=30.0, force=True)
     records = [tensor for tensor in read_merge(tmp_path / "out").tensors if tensor.number("norm")]
     weights, times = load_file(base / "model.safetensors"), []
     for record in records:
         W0, norms = weights[record.name], record.numbers("task_norms")
         D = math.sqrt(sum(norm**2 for norm in norms) / 2)
         reach = LIMIT * math.sqrt(float(W0.double().norm()) * D) * (2 / min(W0.shape)) ** 0.75
-        times.append((record.number("norm") or 0.0) / max(D, reach))
+        assert reach > D
+        times.append((record.number("norm") or 0.0) / reach)
     assert records
     assert overreach(result.plan, records) == pytest.approx(median(times), rel=1e-5)
 
 
 def test_what_was_not_measured_is_not_judged(models: Models, tmp_path: Path) -> None:
     result = acemerge.merge(models.base, models.experts, tmp_path / "out", method="emr")
+    assert overreach(result.plan, read_merge(tmp_path / "out").tensors) is None
+
+
+def test_experts_that_moved_most_of_the_way_are_not_judged(models: Models, tmp_path: Path) -> None:
+    far = [write_model(tmp_path / f"far{i}", fine_tuned(base_tensors(), i, strength=0.7)) for i in range(2)]
+    result = acemerge.merge(models.base, far, tmp_path / "out", method="task_arithmetic", alpha=9.0, force=True)
     assert overreach(result.plan, read_merge(tmp_path / "out").tensors) is None

@@ -133,6 +133,8 @@ class Manifest(_Account):
     omitted: dict[str, str] = Field(default_factory=dict)
     heads: dict[str, list[str]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
+    cautions: list[str] = Field(default_factory=list)
+    """What the finished merge itself gives reason to say."""
     relative_error: float | None = None
     """Of an adapter: over all tensors that were written as factors."""
     energy: dict[str, float] = Field(default_factory=dict)
@@ -183,6 +185,7 @@ def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes) -
             **plan.to_json(),
             **lost,
             "tensors": tensors,
+            "cautions": plan.cautions,
             "unused": _unused_tensors(plan),
             "inputs": {model: dict(files) for model, files in hashes.items()},
             "outputs": {shard: record.sha256 for shard, record in finished.items()},

@@ -17,6 +17,8 @@ from acemerge.recipe.recipe import Recipe
 
 LIMIT = 1.1
 """Of the geometric mean of the base's length and an expert's. Merges beyond it were worse than averaging: docs/guard.md."""
+MOVED = 1 / 3
+"""How far experts may have moved, of the base's length, for the measured merges to say anything: theirs moved 1 to 32%."""
 _MATRICES = 16
 """Looked at, evenly spread over the model: the base's are read for it."""
 
@@ -42,7 +44,7 @@ def averaging_instead(recipe: Recipe, output: Path) -> str:
 def overreach(plan: Plan, tensors: Sequence[TensorRecord]) -> float | None:
     """The middle of what single matrices have; above 1 is too far. None if nothing tells.
 
-    Layers that come from other places of the models, and one model per task, were not measured.
+    Not measured: layers from other places of the models, one model per task, experts that moved most of the way from the base.
     """
     if plan.recipe.slices or plan.per_task_methods:
         return None
@@ -63,7 +65,9 @@ def _of_matrix(plan: Plan, planned: ComputedTensor, record: TensorRecord) -> flo
     if merged <= expert:
         return merged / expert  # within bounds whatever the base is, so that most methods never read it again
     base = math.sqrt(sum_of_squares(plan.base.read(planned.name)))
-    return merged / max(expert, reach(base, expert, _share_of_directions(planned))) if base else None
+    if expert > MOVED * base:
+        return None
+    return merged / max(expert, reach(base, expert, _share_of_directions(planned)))
 
 
 def reach(base: float, expert: float, share: float) -> float:

@@ -184,7 +184,7 @@ class Plan:
             "tensors": [tensor_record(tensor, shard, self.experts) for shard, group in self.shards.items() for tensor in group],
             "omitted": dict(self.omitted),
             "heads": {self.experts[head.expert].name: list(head.tensors) for head in self.heads},
-            "notes": [*self.notes, *self.kinship, *self.cautions],
+            "notes": [*self.notes, *self.kinship],
         }
 
     @cached_property

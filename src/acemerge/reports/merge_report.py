@@ -82,7 +82,7 @@ def _facts(account: Manifest) -> dict[str, str]:
 def findings(account: Manifest) -> list[Finding]:
     """What is worth knowing, the gravest first."""
     found = [*_warned(account), *_truncation(account), *_left_out(account), *_branches(account), *_inactive(account)]
-    found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in account.notes]
+    found += [Finding("caution", note[:1].upper() + note[1:] + ".") for note in (*account.notes, *account.cautions)]
     return gravest_first(found)
 
 
