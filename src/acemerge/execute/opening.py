@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from acemerge.adapters.adapter import is_adapter, open_adapter, with_adapter
 from acemerge.calibration.layer_rules import LayerRules
@@ -35,6 +36,8 @@ class Scene:
     """What a recipe's paths start from."""
     suite: Suite | None = None
     """Stands in for the recipe's data, if that is a suite."""
+    stages: Mapping[Path, Any] = field(default_factory=dict)
+    """Folder -> what is told of the merge that made it, of models that are stages of the recipe."""
 
     def plans(self, recipes: Sequence[Recipe]) -> list[Plan]:
         """Of recipes that differ in their options alone."""
@@ -48,6 +51,8 @@ def set_scene(recipe: Recipe, run: RunOptions, relative_to: Path = Path(), suite
 
 def find_sources(recipe: Recipe, relative_to: Path = Path(), offline: bool = False) -> Sources:
     """Resolve every model of the recipe, downloading what is a hub id."""
+    if not isinstance(recipe.base, str) or any(expert.merge for expert in recipe.experts):
+        raise InputError("the recipe has merges as base or experts, which only `acemerge merge` and `acemerge plan` take")
     base = resolve_source(recipe.base, relative_to=relative_to, offline=offline)
     experts = tuple(resolve_source(e.model, relative_to=relative_to, offline=offline) for e in recipe.experts)
     given = [expert.name for expert in recipe.experts]
