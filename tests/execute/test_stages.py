@@ -13,6 +13,7 @@ from acemerge.execute.pipeline import run_merge
 from acemerge.output.manifest import read_merge
 from acemerge.recipe.recipe import make_recipe
 from acemerge.recipe.run_options import RunOptions
+from command import Command
 from small_models import Models
 
 
@@ -60,11 +61,11 @@ def test_nested_twice_kept_and_told(models: Models, tmp_path: Path) -> None:
 
 def test_a_failed_merge_goes_on_from_its_stages(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields, output, real, made = staged(models), tmp_path / "out", pipeline.Executor.merge, list[str]()
-    fields["experts"].append({**fields["experts"][0], "name": "same"})
+    fields["experts"].append({"name": "deep", "merge": {"experts": [fields["experts"][0], str(models.experts[0])]}})
 
     def failing(self: Any, plans: Any, outputs: list[Path]) -> Any:
         made.append(outputs[0].name)
-        if made == ["pair", "out"]:
+        if made == ["pair", "deep", "out"]:
             raise RuntimeError
         return real(self, plans, outputs)
 
@@ -73,7 +74,7 @@ def test_a_failed_merge_goes_on_from_its_stages(models: Models, tmp_path: Path, 
         merged(fields, output)
     assert not output.exists()
     merged(fields, output)
-    assert made == ["pair", "out", "out"]  # the stage that is there twice was made once, and not again
+    assert made == ["pair", "deep", "out", "out"]  # the stage that is there twice was made once, and not again
     assert not (tmp_path / ".out.stages").exists()
 
 
@@ -94,3 +95,22 @@ def test_problems_of_a_stage_are_told_before_any_work(models: Models, tmp_path: 
     with pytest.raises(InputError, match=problem):
         merged(fields, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_same_stage_twice_side_by_side_is_refused(models: Models, tmp_path: Path) -> None:
+    fields = staged(models)
+    fields["experts"].append({**fields["experts"][0], "name": "same"})
+    with pytest.raises(InputError, match="'pair' and 'same' of one merge are the same"):
+        merged(fields, tmp_path / "out")
+
+
+def test_a_plan_shows_the_stages(models: Models, tmp_path: Path, run: Command) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(staged(models)))
+    code, out, _ = run("plan", tmp_path / "recipe.yaml")
+    assert (code, "stage 'pair', made first:" in out) == (0, True)
+
+
+def test_a_sweep_refuses_stages(models: Models, tmp_path: Path, run: Command) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(staged(models)))
+    code, _, err = run("sweep", tmp_path / "recipe.yaml", "-o", tmp_path / "grid", "-s", "alpha=0.5,1")
+    assert (code, "which only `acemerge merge` and `acemerge plan` take" in err) == (2, True)

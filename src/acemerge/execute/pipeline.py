@@ -17,7 +17,7 @@ from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.execute.own_tokenizer import write_own_tokenizer
 from acemerge.execute.passes import gather_at_points
-from acemerge.execute.stages import StageMaker, check_stages, stages_of, stand_in
+from acemerge.execute.stages import StageMaker, plan_before_stages, plan_stages, stages_of
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
 from acemerge.output.manifest import Manifest
 from acemerge.output.model_card import write_documents
@@ -76,11 +76,9 @@ def run_merge(
 
 def _run_staged(recipe: Recipe, output: Path, run: RunOptions, relative_to: Path, suite: Suite | None) -> MergeResult:
     """Make the stages, then the merge of them; finished stages stay for the next run if this one fails."""
-    check_stages(recipe, run, relative_to)
-    planned = stand_in(recipe)
-    scene = set_scene(planned, run, relative_to, suite)
+    plan_stages(recipe, run, relative_to)
+    scene, _ = plan_before_stages(recipe, run, relative_to, suite)
     check_output(output, run.overwrite, scene.sources.paths)
-    scene.plans([planned])
     hidden = output.with_name(f".{output.name}.stages")
     place = expand_home(Path(run.keep_stages)) if run.keep_stages else hidden
     of_stages = replace(run, report=False, overwrite=run.overwrite or not run.keep_stages)

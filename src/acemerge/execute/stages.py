@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from acemerge.calibration.suite import Suite
 from acemerge.errors import InputError
-from acemerge.execute.opening import note_kinship, set_scene
+from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.output.existing import holds_merge
 from acemerge.output.input_hashes import hashing_inputs
 from acemerge.output.manifest import read_merge
@@ -40,19 +42,36 @@ def stand_in(recipe: Recipe) -> Recipe:
     return with_models(recipe, lambda stage: str(stand_in(stage.merge).base))
 
 
-def check_stages(recipe: Recipe, run: RunOptions, relative_to: Path) -> list[tuple[str, Plan]]:
+def plan_before_stages(recipe: Recipe, run: RunOptions, relative_to: Path, suite: Suite | None = None) -> tuple[Scene, Plan]:
+    """A merge as far as it can be planned before its stages exist."""
+    _check_once(recipe)
+    planned = stand_in(recipe)
+    stand_ins = (isinstance(recipe.base, Stage), *(expert.merge is not None for expert in recipe.experts))
+    scene = replace(set_scene(planned, run, relative_to, suite), stand_ins=stand_ins)
+    return scene, scene.plans([planned])[0]
+
+
+def _check_once(recipe: Recipe) -> None:
+    """Side by side, a model is given once; that two stages are one, their files would tell only when they are made."""
+    stages = [stage for stage in (recipe.base, *(expert.stage for expert in recipe.experts)) if isinstance(stage, Stage)]
+    for one, other in combinations(stages, 2):
+        if one.merge == other.merge:
+            raise InputError(f"stages '{one.name}' and '{other.name}' of one merge are the same; give each model once")
+
+
+def plan_stages(recipe: Recipe, run: RunOptions, relative_to: Path) -> dict[str, Plan]:
     """Plan every stage; raises an error for whatever cannot be done, before any work."""
     contents: dict[str, Recipe] = {}
-    plans = []
+    plans: dict[str, Plan] = {}
     for stage in stages_of(recipe):
         if contents.setdefault(stage.name, stage.merge) != stage.merge:
             raise InputError(f"stage '{stage.name}': two different stages have this name; give each its own")
-        planned = stand_in(stage.merge)
-        [plan] = set_scene(planned, run, relative_to).plans([planned])
+        if stage.name in plans:
+            continue
+        _, plan = plan_before_stages(stage.merge, run, relative_to)
         if plan.per_task_methods:
             raise InputError(f"stage '{stage.name}': {plan.per_task_methods[0]} makes a model per task, not one to merge further")
-        if all(stage.name != name for name, _ in plans):
-            plans.append((stage.name, plan))
+        plans[stage.name] = plan
     return plans
 
 
