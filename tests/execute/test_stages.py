@@ -114,3 +114,11 @@ def test_a_sweep_refuses_stages(models: Models, tmp_path: Path, run: Command) ->
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(staged(models)))
     code, _, err = run("sweep", tmp_path / "recipe.yaml", "-o", tmp_path / "grid", "-s", "alpha=0.5,1")
     assert (code, "which only `acemerge merge` and `acemerge plan` take" in err) == (2, True)
+
+
+@pytest.mark.parametrize(("place", "problem"), [("out", "lies in the output"), ("models/base/kept", "that is read")])
+def test_stages_are_not_kept_in_the_output_or_a_model(models: Models, tmp_path: Path, place: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        merged(staged(models), tmp_path / "out", keep_stages=str(tmp_path / place))
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+    assert len(list(models.base.iterdir())) == 2

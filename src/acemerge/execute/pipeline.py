@@ -11,7 +11,7 @@ from typing import Any
 
 from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
-from acemerge.errors import PreflightError
+from acemerge.errors import InputError, PreflightError
 from acemerge.execute.compute import compute_threads
 from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_kinship, set_scene
@@ -22,7 +22,7 @@ from acemerge.output.input_hashes import InputHashes, hashing_inputs
 from acemerge.output.manifest import Manifest
 from acemerge.output.model_card import write_documents
 from acemerge.output.resources import check_space, needed_space
-from acemerge.output.staging import Staging, check_output, staged_output
+from acemerge.output.staging import Staging, check_output, check_place, staged_output
 from acemerge.output.task_models import write_heads
 from acemerge.planning.kinship import refused_strangers
 from acemerge.planning.plan import Plan
@@ -81,6 +81,9 @@ def _run_staged(recipe: Recipe, output: Path, run: RunOptions, relative_to: Path
     check_output(output, run.overwrite, scene.sources.paths)
     hidden = output.with_name(f".{output.name}.stages")
     place = expand_home(Path(run.keep_stages)) if run.keep_stages else hidden
+    if output.resolve() in (place.resolve(), *place.resolve().parents):
+        raise InputError(f"--keep-stages {run.keep_stages}: is or lies in the output; give a folder beside it")
+    check_place(place, scene.sources.paths)
     of_stages = replace(run, report=False, overwrite=run.overwrite or not run.keep_stages)
 
     def merge(stage: Recipe, folder: Path, below: Mapping[Path, Any]) -> MergeResult:
