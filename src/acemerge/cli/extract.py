@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from acemerge.cli.flags import AsJson, RecipeFlags, only, with_flags
+from acemerge.cli.flags import AsJson, RecipeFlags, only, with_flags, without
 from acemerge.cli.push import PushFlags, send
 from acemerge.recipe.run_options import RunOptions
 
 
 @with_flags(
-    asked=only(RecipeFlags, "rank", "energy", "save_rest", "dtype", "preset", "allow_nonfinite"), run=RunOptions, to=PushFlags
+    asked=only(RecipeFlags, "rank", "energy", "save_rest", "dtype", "preset", "allow_nonfinite"),
+    run=without(RunOptions, "keep_stages"),
+    to=PushFlags,
 )
 def extract_command(
     base: Annotated[str, typer.Argument(help="The model that was fine-tuned: a folder, a file of weights, or a hub id.")],

@@ -27,19 +27,26 @@ def plan_command(
     Reads headers only: no tensor data. Reports every problem that the headers can show, and those of --data.
     """
     from acemerge.cli.display import print_plan
-    from acemerge.execute.opening import set_scene
+    from acemerge.execute.stages import plan_before_stages, plan_stages
     from acemerge.output.resources import check_memory, check_space, needed_space
     from acemerge.output.staging import check_output
 
     recipe, relative_to = asked.recipe(models)
     if output is not None:
         check_output(output, overwrite=False)
-    [plan] = set_scene(recipe, run, relative_to).plans([recipe])
+    stages = plan_stages(recipe, run, relative_to)
+    _, plan = plan_before_stages(recipe, run, relative_to)
     if output is not None:
         found = [check_space(output, needed_space(plan)), check_memory(plan.peak_memory)]
         if problems := [problem for problem in found if problem]:
             raise PreflightError(problems)
     if as_json:
-        print_json(plan.to_json())
+        told = {name: stage.to_json() for name, stage in stages.items()}
+        print_json({**plan.to_json(), **({"stages": told} if told else {})})
     else:
+        for name, stage in stages.items():
+            print(f"stage '{name}', made first:")
+            print_plan(stage, verbose)
+        if stages:
+            print("the merge of these stages, planned with each stage's base in its place:")
         print_plan(plan, verbose)

@@ -15,7 +15,7 @@ from acemerge.errors import InputError
 from acemerge.recipe.run_options import RunOptions
 
 
-@with_flags(asked=without(RecipeFlags, "settings"), run=RunOptions)
+@with_flags(asked=without(RecipeFlags, "settings"), run=without(RunOptions, "keep_stages"))
 def sweep_command(
     models: Models,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the models, one folder each, and sweep.json.")],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from acemerge.adapters.adapter import is_adapter, open_adapter, with_adapter
 from acemerge.calibration.layer_rules import LayerRules
@@ -35,10 +36,14 @@ class Scene:
     """What a recipe's paths start from."""
     suite: Suite | None = None
     """Stands in for the recipe's data, if that is a suite."""
+    stand_ins: tuple[bool, ...] = ()
+    """Which models, the base first, only stand in for stages that are not made yet."""
+    stages: Mapping[Path, Any] = field(default_factory=dict)
+    """Folder -> what is told of the merge that made it, of models that are stages of the recipe."""
 
     def plans(self, recipes: Sequence[Recipe]) -> list[Plan]:
         """Of recipes that differ in their options alone."""
-        return make_plans(recipes, self.sources, self.relative_to, self.suite)
+        return make_plans(recipes, self.sources, self.relative_to, self.suite, self.stand_ins)
 
 
 def set_scene(recipe: Recipe, run: RunOptions, relative_to: Path = Path(), suite: Suite | None = None) -> Scene:
@@ -48,6 +53,8 @@ def set_scene(recipe: Recipe, run: RunOptions, relative_to: Path = Path(), suite
 
 def find_sources(recipe: Recipe, relative_to: Path = Path(), offline: bool = False) -> Sources:
     """Resolve every model of the recipe, downloading what is a hub id."""
+    if not isinstance(recipe.base, str) or any(expert.merge for expert in recipe.experts):
+        raise InputError("the recipe has merges as base or experts, which only `acemerge merge` and `acemerge plan` take")
     base = resolve_source(recipe.base, relative_to=relative_to, offline=offline)
     experts = tuple(resolve_source(e.model, relative_to=relative_to, offline=offline) for e in recipe.experts)
     given = [expert.name for expert in recipe.experts]
@@ -59,7 +66,13 @@ def make_plan(recipe: Recipe, sources: Sources, relative_to: Path = Path(), suit
     return make_plans([recipe], sources, relative_to, suite)[0]
 
 
-def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = Path(), suite: Suite | None = None) -> list[Plan]:
+def make_plans(
+    recipes: Sequence[Recipe],
+    sources: Sources,
+    relative_to: Path = Path(),
+    suite: Suite | None = None,
+    stand_ins: Sequence[bool] = (),
+) -> list[Plan]:
     """The same for recipes that differ in their options alone: what they read is opened once."""
     recipe = recipes[0]
     check_data_asked(recipe)
@@ -75,6 +88,8 @@ def make_plans(recipes: Sequence[Recipe], sources: Sources, relative_to: Path = 
             problems.append(str(error))
     if problems:
         raise PreflightError(problems)
+    if any(stand_ins):  # their tensors are what the stages' will be, their files are not
+        base, *experts = [replace(m, files=()) if s else m for m, s in zip((base, *experts), stand_ins, strict=True)]
     if recipe.slices:
         base, experts = arrange(recipe.slices, base, experts)
     data = layers = None

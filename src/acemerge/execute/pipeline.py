@@ -5,24 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
-from acemerge.errors import PreflightError
+from acemerge.errors import InputError, PreflightError
 from acemerge.execute.compute import compute_threads
 from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.execute.own_tokenizer import write_own_tokenizer
 from acemerge.execute.passes import gather_at_points
+from acemerge.execute.stages import StageMaker, plan_before_stages, plan_stages, stages_of
 from acemerge.output.input_hashes import InputHashes, hashing_inputs
 from acemerge.output.manifest import Manifest, TensorRecord
 from acemerge.output.model_card import write_documents
 from acemerge.output.overreach import with_cautions
 from acemerge.output.resources import check_space, needed_space
-from acemerge.output.staging import Staging, check_output, staged_output
+from acemerge.output.staging import Staging, check_output, check_place, staged_output
 from acemerge.output.task_models import write_heads
 from acemerge.planning.kinship import refused_strangers
 from acemerge.planning.plan import Plan
@@ -74,7 +75,48 @@ def run_merge(
     output = expand_home(output)
     check_run(run)
     check_output(output, run.overwrite)
-    scene = set_scene(recipe, run, relative_to, suite)
+    if next(stages_of(recipe), None):
+        return _run_staged(recipe, output, run, relative_to, suite)
+    return _run_plain(recipe, output, run, relative_to, suite)
+
+
+def _run_staged(recipe: Recipe, output: Path, run: RunOptions, relative_to: Path, suite: Suite | None) -> MergeResult:
+    """Make the stages, then the merge of them; finished stages stay for the next run if this one fails."""
+    plan_stages(recipe, run, relative_to)
+    scene, _ = plan_before_stages(recipe, run, relative_to, suite)
+    check_output(output, run.overwrite, scene.sources.paths)
+    hidden = output.with_name(f".{output.name}.stages")
+    place = expand_home(Path(run.keep_stages)) if run.keep_stages else hidden
+    if output.resolve() in (place.resolve(), *place.resolve().parents):
+        raise InputError(f"--keep-stages {run.keep_stages}: is or lies in the output; give a folder beside it")
+    check_place(place, scene.sources.paths)
+    of_stages = replace(run, report=False, overwrite=run.overwrite or not run.keep_stages)
+
+    def merge(stage: Recipe, folder: Path, below: Mapping[Path, Any]) -> MergeResult:
+        check_output(folder, of_stages.overwrite)
+        return _run_plain(stage, folder, of_stages, relative_to, None, below)
+
+    maker = StageMaker(place, of_stages, relative_to, merge)
+    try:
+        result = _run_plain(maker.make(recipe), output, run, relative_to, suite, maker.records)
+    except BaseException:
+        if place.is_dir() and not any(place.iterdir()):
+            place.rmdir()
+        raise
+    if not run.keep_stages:
+        maker.remove()
+    return result
+
+
+def _run_plain(
+    recipe: Recipe,
+    output: Path,
+    run: RunOptions,
+    relative_to: Path,
+    suite: Suite | None,
+    stages: Mapping[Path, Any] | None = None,
+) -> MergeResult:
+    scene = replace(set_scene(recipe, run, relative_to, suite), stages=stages or {})
     check_output(output, run.overwrite, scene.sources.paths)
     plans = note_kinship(scene.plans([recipe]))
     with open_engine(scene) as engine:
@@ -156,7 +198,9 @@ class Executor:
         write_own_tokenizer(plan, staging.folder)
         hashes = self.hashes.all()
         staging.check_inputs(hashes)
-        write_documents(plan, self.scene.sources, staging, hashes, _add_page if self.scene.run.report else None)
+        write_documents(
+            plan, self.scene.sources, staging, hashes, self.scene.stages, _add_page if self.scene.run.report else None
+        )
 
 
 def _add_page(manifest: Manifest, folder: Path) -> None:

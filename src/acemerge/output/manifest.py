@@ -143,6 +143,8 @@ class Manifest(_Account):
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     outputs: dict[str, str] = Field(default_factory=dict)
     parts: dict[str, str] = Field(default_factory=dict)
+    stages: dict[str, Any] = Field(default_factory=dict)
+    """Model -> the recipe and the manifest's facts of the merge that made it, where that was a stage of this one."""
     files: dict[str, Sha256]
     """Every other file of the folder."""
 
@@ -173,7 +175,7 @@ class _Listing(BaseModel):
 # --- making and writing it ---------------------------------------------------------------------------------------------
 
 
-def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes) -> Manifest:
+def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes, stages: Mapping[str, Any]) -> Manifest:
     """The account of a merge, when all shards are finished; `write_manifest` adds the files."""
     finished = {shard: shards[shard] for shard in plan.shards}
     tensors = [tensor for record in finished.values() for tensor in record.tensors]
@@ -190,6 +192,7 @@ def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes) -
             "inputs": {model: dict(files) for model, files in hashes.items()},
             "outputs": {shard: record.sha256 for shard, record in finished.items()},
             "parts": {path: sha for record in finished.values() for path, sha in record.parts.items()},
+            **({"stages": dict(stages)} if stages else {}),
             "files": {},
         }
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,12 @@ from acemerge.version import __version__
 
 
 def write_documents(
-    plan: Plan, sources: Sources, staging: Staging, hashes: Hashes, add_page: Callable[[Manifest, Path], None] | None = None
+    plan: Plan,
+    sources: Sources,
+    staging: Staging,
+    hashes: Hashes,
+    stages: Mapping[Path, Any],
+    add_page: Callable[[Manifest, Path], None] | None = None,
 ) -> None:
     """Everything of the output folder but the weights and the heads; `add_page` makes a page of the manifest."""
     folder = staging.folder
@@ -38,10 +43,11 @@ def write_documents(
         if plan.base.config and not (folder / CONFIG).exists():  # which a single file may state itself
             write_side_file(CONFIG, plan.base.config, folder, plan.recipe.dtype)
         _write_index(plan, folder)
-    recipe = resolved_recipe(plan, sources, hashes)
+    recipe = resolved_recipe(plan, sources, hashes, stages)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
     (folder / "README.md").write_text(model_card(plan, sources, recipe, hashes), encoding="utf-8")
-    manifest = manifest_of(plan, staging.finished, hashes)
+    told = {name: record for source, name in _models(plan, sources) if (record := stages.get(source.path))}
+    manifest = manifest_of(plan, staging.finished, hashes, told)
     if add_page:
         add_page(manifest, folder)
     write_manifest(folder, manifest, manifest.outputs | manifest.parts)
@@ -66,15 +72,24 @@ def _write_index(plan: Plan, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes) -> str:
+def _models(plan: Plan, sources: Sources) -> list[tuple[Source, str]]:
+    names = [model.name for model in (plan.base, *plan.experts)]
+    return list(zip((sources.base, *sources.experts), names, strict=True))
+
+
+def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes, stages: Mapping[Path, Any]) -> str:
     """A recipe that `acemerge merge` takes: public names, every option explicit, the inputs' hashes."""
     fields = plan.recipe.model_dump(exclude={"inputs", "base", "experts", "options"}, exclude_defaults=True)
     if plan.recipe.data:
         fields["data"] = Path(plan.recipe.data).name  # a suite's name, or the folder's own: no local path
     base, *experts = public_names([sources.base, *sources.experts])
+    (of_base, base_name), *of_experts = [(stages.get(source.path), name) for source, name in _models(plan, sources)]
     resolved = {
-        "base": base,
-        "experts": [{"model": name, "name": expert.name} for name, expert in zip(experts, plan.experts, strict=True)],
+        "base": {"name": base_name, "merge": of_base["recipe"]} if of_base else base,
+        "experts": [
+            {"merge": stage["recipe"], "name": name} if stage else {"model": model, "name": name}
+            for model, (stage, name) in zip(experts, of_experts, strict=True)
+        ],
         "method": plan.method.name,
         "options": plan.asked_options,
         "preset": plan.family.name,
@@ -108,6 +123,7 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
     files = "\n".join(f"| {model} | `{file}` | `{sha}` |" for model, own in hashes.items() for file, sha in own.items())
     experts = "\n".join(f"- {source.public_name}" for source in sources.experts)
     counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
+    shown = recipe.split("\ninputs:")[0].strip()  # of stages, the inputs stay: they are indented
     tied = f", {len(plan.omitted)} tied and stored once" if plan.omitted else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
@@ -124,7 +140,7 @@ Tensors: {counts}{tied}. Of all weights: {shares_told(plan.weights)}. `acemerge_
 ## Recipe
 
 ```yaml
-{recipe.split("inputs:")[0].strip()}
+{shown}
 ```
 
 ## Inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -39,8 +40,39 @@ class _Strict(BaseModel):
 class Expert(_Strict):
     """One fine-tuned model; `name` is what tables and head folders call it (by default its folder's name)."""
 
-    model: str
+    model: str = ""
     name: str | None = Field(default=None, pattern=r"^\w[\w.+-]*$")
+    merge: Recipe | None = None
+    """Instead of a model: a merge that is made first."""
+
+    @model_validator(mode="after")
+    def _model_or_merge(self) -> Self:
+        if bool(self.model) == bool(self.merge):
+            raise ValueError("give either 'model' or 'merge'")
+        if self.merge:
+            Stage(name=self.name or "", merge=self.merge)
+        return self
+
+    @property
+    def stage(self) -> Stage | None:
+        """The merge that makes it, if it is one."""
+        return Stage(name=self.name or "", merge=self.merge) if self.merge else None
+
+
+class Stage(_Strict):
+    """A model that is itself a merge, made first; `name` is its folder's."""
+
+    name: str
+    merge: Recipe
+
+    @model_validator(mode="after")
+    def _is_a_model(self) -> Self:
+        if not re.fullmatch(r"\w[\w.+-]*", self.name):
+            raise ValueError("a merge as base or expert needs a 'name'")
+        for field in ("save_as", "rank", "energy", "save_rest"):
+            if field in self.merge.model_fields_set:
+                raise ValueError(f"stage '{self.name}': a stage is a model, so '{field}' is for the outer merge only")
+        return self
 
 
 class TensorRule(_Strict):
@@ -100,7 +132,7 @@ def _as_expert(value: Any) -> Any:
 class Recipe(_Strict):
     """A merge, as a file or as the command line gives it."""
 
-    base: str
+    base: str | Stage
     experts: Annotated[list[Expert], BeforeValidator(lambda v: [_as_expert(e) for e in v] if isinstance(v, list) else v)]
     method: str = "ace"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -161,9 +193,23 @@ def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
         if name not in Recipe.model_fields:
             raise InputError(f"{origin}: there is no field '{name}': {did_you_mean(str(name), Recipe.model_fields)}")
     try:
-        return Recipe.model_validate(fields)
+        return Recipe.model_validate(_with_bases(fields))
     except ValidationError as error:
         raise InputError("\n".join(f"{origin}: {_explain(dict(e))}" for e in error.errors())) from None
+
+
+def _with_bases(fields: Any) -> Any:
+    """Stages that name no base have that of the merge around them."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("experts"), list):
+        return fields
+    outer = {"base": _staged(fields["base"], {})} if "base" in fields else {}
+    return {**fields, **outer, "experts": [_staged(expert, outer) for expert in fields["experts"]]}
+
+
+def _staged(model: Any, outer: dict[str, Any]) -> Any:
+    if not isinstance(model, dict) or not isinstance(model.get("merge"), dict):
+        return model
+    return {**model, "merge": _with_bases({**outer, **model["merge"]})}
 
 
 def _explain(error: dict[str, Any]) -> str:
@@ -174,9 +220,9 @@ def _explain(error: dict[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         *path, field = error["loc"]
         kinds: dict[str, type[_Strict]] = {
-            "tensors": TensorRule, "slices": Slice, "token_sources": TokenSource, "experts": Expert,
+            "tensors": TensorRule, "slices": Slice, "token_sources": TokenSource, "experts": Expert, "merge": Recipe,
         }  # fmt: skip
-        known = next((kind.model_fields for part, kind in kinds.items() if part in path), Recipe.model_fields)
+        known = next((kinds[part].model_fields for part in reversed(path) if part in kinds), Recipe.model_fields)
         return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
     return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"
 

@@ -44,6 +44,9 @@ class RunOptions:
         "--force",
     )
     report: bool = option(False, "Also write report.html into the output: what became of every tensor, with figures.", "--report")
+    keep_stages: str | None = option(
+        None, "Keep the merges that a recipe has as base or experts, each as a model under its name.", metavar="FOLDER"
+    )
     offline: bool = option(False, "Never touch the network; hub ids come from the local cache.", "--offline")
     quiet: bool = option(False, "No progress, no summary; warnings and errors only.", "-q", "--quiet")
 

@@ -18,6 +18,7 @@ from acemerge.errors import InputError, PreflightError, did_you_mean
 from acemerge.execute.opening import note_kinship, set_scene
 from acemerge.execute.pipeline import Executor, check_run, open_engine, tell_kinship
 from acemerge.methods import get_method
+from acemerge.output.existing import holds_merge
 from acemerge.output.input_hashes import hashing_inputs
 from acemerge.output.publishing import locked
 from acemerge.output.staging import check_output, check_place, partial_folder, withdraw
@@ -26,7 +27,6 @@ from acemerge.planning.plan import Plan
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.sweeps.evaluation import Evaluate, checked_scores, describe_evaluation
-from acemerge.sweeps.existing import holds_merge
 from acemerge.sweeps.points import Point, check_distinct, make_points
 from acemerge.sweeps.room import check_room, check_room_for_some, fitting_at_once, groups
 from acemerge.sweeps.table import FIRST_SCORE, Objective, Record, Table, read_table
