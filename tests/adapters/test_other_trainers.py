@@ -143,9 +143,7 @@ def test_mlx_settings_refused(settings: dict[str, Any], told: str, bases: Bases,
         (f"{Q}.m", (8, 1), "has shape [8, 1], which is no m"),
     ],
 )
-def test_mlx_tensors_refused(
-    key: str, shape: tuple[int, ...], told: str, bases: Bases, tmp_path: Path, refusal: Refuse
-) -> None:
+def test_mlx_tensors_refused(key: str, shape: tuple[int, ...], told: str, bases: Bases, tmp_path: Path, refusal: Refuse) -> None:
     adapter = mlx(tmp_path / "adapter", {**factors(bases(LLAMA)), key: torch.ones(shape)})
     message = " ".join(refusal(bases(LLAMA), adapter).split())
     assert told in message and key in message
