@@ -1,4 +1,4 @@
-"""PEFT adapters: experts given as low-rank changes of the base's tensors, read without ever expanding them.
+"""Adapters: experts given as low-rank changes of the base's tensors, read without ever expanding them.
 
 Whole modules (`modules_to_save`) and biases are stored as they are, all other changes as factors (`lora_change.py`). Anything
 else that an adapter may be is refused by name.
@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from acemerge.adapters.kohya import lora_file, read_kohya
+from acemerge.adapters.mlx import is_mlx, read_mlx
 from acemerge.adapters.module import LoraModule, unknown_kind
 from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
 from acemerge.adapters.stacked import take_stacked
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
-from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.folder import Checkpoint, read_json
 from acemerge.checkpoints.formats.registry import WeightsFile, formats, open_file
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.untrusted import check_inside
@@ -73,20 +75,32 @@ _CLASSES = {
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a folder is a PEFT adapter."""
-    return path.is_dir() and (path / CONFIG).is_file()
+    """Whether a folder or file is an adapter: it has settings for one, or nothing but factors."""
+    return (path / CONFIG).is_file() or lora_file(path) is not None
 
 
-def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Adapter:
-    """Open an adapter folder; reads headers only. Its tensors come under the base's names, or would-be names."""
-    config_stamp = FileStamp.of(path / CONFIG)  # its scales and ranks are as much a part of the change as the weights
+def _opened(path: Path, base: Checkpoint) -> tuple[dict[str, Any], WeightsFile]:
+    """The settings and the weights, as peft's, whichever trainer saved them."""
+    if not (path / CONFIG).is_file() and (file := lora_file(path)):
+        return read_kohya(file, base)
+    if is_mlx(settings := read_json(path / CONFIG)):
+        return read_mlx(path, settings)
     settings = read_settings(path)
     names_of_weights = [f"adapter_model{each.suffixes[0]}" for each in formats() if each.of_hugging_face]
     file = next((path / weights for weights in names_of_weights if (path / weights).is_file()), None)
     if file is None:
         raise InputError(f"{path}: has {CONFIG}, but neither {' nor '.join(names_of_weights)}; download the weights too")
     check_inside(path, (path / CONFIG, file))
-    stored = open_file(file)
+    return settings, open_file(file)
+
+
+def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Adapter:
+    """Open an adapter; reads headers only. Its tensors come under the base's names, or would-be names."""
+    # Settings hold scales and ranks, as much a part of the change as the weights.
+    config = tuple(file for file in (path / CONFIG,) if file.is_file())
+    config_stamps = tuple(map(FileStamp.of, config))
+    settings, stored = _opened(path, base)
+    file = stored.path
     modules, wholes = _sorted_out(stored)
     stacked = take_stacked(modules, stored.tensors, stored.read_unchanged, settings, base, file)
     lora = [LoraModule(module, parts, stored.tensors, settings, file) for module, parts in modules.items()]
@@ -114,7 +128,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
         return value + changes[tensor].expand(value)
 
     return Adapter(
-        name, headers, read, path, (file, path / CONFIG), changes=changes, stamps=(stored.stamp, config_stamp),
+        name, headers, read, path, (file, *config), changes=changes, stamps=(stored.stamp, *config_stamps),
         settings=settings, own_names=own_names,
     )  # fmt: skip
 

@@ -24,7 +24,10 @@ def tied_names(model: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
     if config.get("tie_word_embeddings") is True:
         source = _input_embeddings(model, tied)
         for name, header in model.tensors.items():
-            if source not in (None, name) and matches(name, _OUTPUT_LAYERS) and header == model.tensors[source or name]:
+            if source in (None, name) or not matches(name, _OUTPUT_LAYERS) or header != model.tensors[source or name]:
+                continue
+            # Some classes never tie what their config says: a copy with values of its own is a weight of its own.
+            if model.read(name).equal(model.read(source or name)):
                 tied[name] = source or name
     return tied
 
