@@ -38,6 +38,7 @@ from acemerge.recipe.run_options import RunOptions
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
 from acemerge.sweeps.evaluation import Evaluate
+from acemerge.sweeps.points import Grid, split_settings
 from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
 from acemerge.sweeps.search import SearchOptions, run_search
 from acemerge.sweeps.table import Objective
@@ -97,7 +98,7 @@ def sweep(
     experts: Experts,
     output: Model,
     settings: Mapping[str, Sequence[Any] | str],
-    method: str = "ace",
+    method: str | Sequence[str] = "ace",
     *,
     evaluate: Evaluate | None = None,
     keep: str = "best",
@@ -115,17 +116,27 @@ def sweep(
     `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
     stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another.
 
+    `method` may be a list; then "ace.epsilon" is for one of them, "alpha" for all that have it.
+
     With `search`, so many points are chosen by the scores before, also from ranges such as {"epsilon": "1e-6..1e-2:log"}. All
     other keywords are those of `merge`; options of the method are those that do not vary.
     """
     if maximise and minimise:
         raise InputError("maximise and minimise: one score decides; give one of them")
-    recipe, run, suite = _sort("acemerge.sweep", base, experts, method, data, options, keywords)
+    methods = [method] if isinstance(method, str) else list(method)
+    if not methods:
+        raise InputError("method=[]: give at least one method")
+    split = split_settings(methods, settings)
+    sorted_ = [_sort("acemerge.sweep", base, experts, name, data, options, keywords) for name in methods]
+    recipe, run, suite = sorted_[0]
     objective = Objective(minimise or maximise, largest=minimise is None)
     chosen = SweepOptions(evaluate=evaluate, keep=keep, objective=objective, at_once=at_once)
+    if search is not None and len(methods) > 1:
+        raise InputError("search: chooses settings of one method; give one, or leave out search")
     if search is not None:
         return run_search(recipe, settings, Path(output), run, chosen, SearchOptions(search, seed), suite=suite)
-    return run_sweep(recipe, settings, Path(output), run, chosen, suite=suite)
+    grids = [Grid(each, own) for (each, _, _), own in zip(sorted_, split, strict=True)]
+    return run_sweep(grids, Path(output), run, chosen, suite=suite)
 
 
 def plan(

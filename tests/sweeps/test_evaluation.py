@@ -49,8 +49,9 @@ def test_no_more_models_than_asked_for_are_on_the_disk(models: Models, tmp_path:
     seen: list[int] = []
 
     def evaluate(folder: Path, settings: Mapping[str, Any]) -> dict[str, float]:
+        score = -settings["alpha"]  # a reference has no settings
         seen.append(len([path for path in folder.parent.iterdir() if path.is_dir()]))
-        return {"score": -settings["alpha"]}
+        return {"score": score}
 
     alphas = {"alpha": [0.1 * i for i in range(1, 8)]}
     acemerge.sweep(models.base, models.experts, tmp_path / "grid", alphas, evaluate=evaluate, at_once=2)

@@ -7,7 +7,6 @@ import pytest
 
 import acemerge
 from acemerge.errors import PreflightError
-from command import Command
 from small_models import Models, base_tensors, tree, write_model
 
 
@@ -43,9 +42,3 @@ def test_a_forced_stranger_is_told_and_noted_at_every_point(
 def test_a_sweep_writes_reports_too(models: Models, tmp_path: Path) -> None:
     acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, report=True)
     assert len(list((tmp_path / "grid").rglob("report.html"))) == 2
-
-
-def test_a_second_method_is_refused(models: Models, tmp_path: Path, run: Command) -> None:
-    flags = ("-m", "ties", "-m", "ace", "--set", "alpha=0.5,1")
-    code, _, err = run("sweep", *models.arguments, "-o", tmp_path / "grid", *flags)
-    assert (code, "-m ties, -m ace: a merge has one method" in err) == (2, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -93,6 +93,11 @@ class RecipeFlags:
     allow_nonfinite: bool = option(
         False, "NaN or infinite values in a model: average such tensors and warn, instead of stopping.", "--allow-nonfinite"
     )
+
+    def recipes(self, models: list[str]) -> tuple[list[Recipe], Path]:
+        """The same for each of several methods."""
+        made = [replace(self, method=[name] if name else None).recipe(models) for name in self.method or [None]]
+        return [recipe for recipe, _ in made], made[0][1]
 
     def recipe(self, models: list[str]) -> tuple[Recipe, Path]:
         """The recipe that the models and these flags describe, and the folder its paths are relative to."""

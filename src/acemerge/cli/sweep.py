@@ -20,14 +20,15 @@ def sweep_command(
     models: Models,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the models, one folder each, and sweep.json.")],
     settings: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "-s",
             "--set",
             metavar="KEY=VALUE,VALUE,...",
-            help="Values of an option of the method, such as epsilon=1e-5,1e-4; repeatable: every combination is a point.",
+            help="Values of an option of the method, such as epsilon=1e-5,1e-4; repeatable: every combination is a point. "
+            "With several -m, METHOD.KEY=... is for one method, KEY=... for all that have the option.",
         ),
-    ],
+    ] = None,
     evaluate: Annotated[
         str | None,
         typer.Option(
@@ -77,6 +78,12 @@ def sweep_command(
 
     [bold]acemerge sweep base math code -o grid -m ties --set keep=0.1,0.2,0.3 --set alpha=0.3,1[/]
 
+    Several methods, each with its own values; a method without any is one point:
+
+    [bold]acemerge sweep base math code -o grid -m ace -m tsv_m -m average -s ace.epsilon=1e-5,1e-3 -s tsv_m.alpha=0.5,1[/]
+
+    With --evaluate the table also has the scores of the base, the experts and plain averaging.
+
     Every model is what `acemerge merge` with these options writes. Tensors are read once for all points, and what points have in
     common is computed once: with ACE, 45 points cost as much as two to four merges. If the run is interrupted, repeat the
     command to go on; with more values, it adds to what is there.
@@ -84,13 +91,14 @@ def sweep_command(
     from acemerge.cli.sweep_display import print_sweep, sweep_json
     from acemerge.recipe.arguments import parse_lists
     from acemerge.sweeps.evaluation import CommandEvaluation
+    from acemerge.sweeps.points import Grid, split_settings
     from acemerge.sweeps.run import SweepOptions, run_sweep
     from acemerge.sweeps.table import Objective
 
     if maximise and minimise:
         raise InputError("--maximise and --minimise: one score decides; give one of them")
-    lists = parse_lists(settings)
-    recipe, relative_to = asked.recipe(models)
+    recipes, relative_to = asked.recipes(models)
+    split = split_settings([recipe.method for recipe in recipes], parse_lists(settings or []))
     options = SweepOptions(
         evaluate=CommandEvaluation(evaluate) if evaluate else None,
         keep=keep,
@@ -98,12 +106,15 @@ def sweep_command(
         at_once=at_once,
     )
     run = replace(run, quiet=run.quiet or as_json)
+    if search and len(recipes) > 1:
+        raise InputError("--search: chooses settings of one method; give -m once, or leave out --search")
     if search:
         from acemerge.sweeps.search import SearchOptions, run_search
 
-        result = run_search(recipe, lists, output, run, options, SearchOptions(search, seed), relative_to=relative_to)
+        result = run_search(recipes[0], split[0], output, run, options, SearchOptions(search, seed), relative_to=relative_to)
     else:
-        result = run_sweep(recipe, lists, output, run, options, relative_to=relative_to)
+        grids = [Grid(*each) for each in zip(recipes, split, strict=True)]
+        result = run_sweep(grids, output, run, options, relative_to=relative_to)
     if as_json:
         print_json(sweep_json(result))
     elif not run.quiet:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from acemerge.calibration.needed import methods_using_data
 from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
 from acemerge.errors import InputError, PreflightError, did_you_mean
@@ -24,12 +26,12 @@ from acemerge.output.publishing import locked
 from acemerge.output.staging import check_output, check_place, partial_folder, withdraw
 from acemerge.planning.kinship import refused_strangers
 from acemerge.planning.plan import Plan
-from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.sweeps.evaluation import Evaluate, checked_scores, describe_evaluation
-from acemerge.sweeps.points import Point, check_distinct, make_points
+from acemerge.sweeps.points import Grid, Point, check_distinct, make_points
+from acemerge.sweeps.references import References, score_references
 from acemerge.sweeps.room import check_room, check_room_for_some, fitting_at_once, groups
-from acemerge.sweeps.table import FIRST_SCORE, Objective, Record, Table, read_table
+from acemerge.sweeps.table import FIRST_SCORE, Objective, Record, Reference, Table, read_table
 
 KEEP = ("best", "all", "none")
 
@@ -44,6 +46,8 @@ class SweepPoint:
     scores: Mapping[str, float | None]
     """Empty without an evaluation."""
     warnings: int
+    method: str | None = None
+    """Where the sweep has several."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class SweepResult:
     """By the objective, if the points were evaluated."""
     searched: bool = False
     """Whether the points were chosen one after the other; then they are in that order."""
+    references: Mapping[str, Reference] = field(default_factory=dict)
+    """What the base, the experts and plain averaging score, if the points were evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +83,7 @@ class SweepOptions:
 
 
 def run_sweep(
-    recipe: Recipe,
-    settings: Mapping[str, Sequence[Any]],
+    grids: Sequence[Grid],
     output: Path,
     run: RunOptions,
     options: SweepOptions,
@@ -86,18 +91,24 @@ def run_sweep(
     relative_to: Path = Path(),
     suite: Suite | None = None,
 ) -> SweepResult:
-    """Merge at every point of the grid into folders of `output`, and evaluate each, if asked to."""
+    """Merge at every point of these grids, one for each method, into folders of `output`, and evaluate each, if asked to."""
     output = expand_home(output)
     check_run(run)
-    points = make_points(get_method(recipe.method), settings)
+    several = len(grids) > 1
+    grids = _with_data_where_used(grids)
+    own = [make_points(get_method(grid.recipe.method), grid.settings, named=several) for grid in grids]
+    points = [point for points in own for point in points]
     check_place(output)
     table = read_table(output)
-    scene = set_scene(recipe, run, relative_to, suite)
+    scene = set_scene(grids[0].recipe, run, relative_to, suite)
     check_place(output, scene.sources.paths)
-    plans = note_kinship(scene.plans([point.recipe(recipe) for point in points]))
+    made = [scene.plans([point.recipe(grid.recipe) for point in points]) for grid, points in zip(grids, own, strict=True)]
+    plans = note_kinship([plan for plans in made for plan in plans])
     check_distinct(points, plans)
-    names = [point.name for point in points]
-    table.begin(output, names, recipe.method, recipe.options, (plans[0].base, *plans[0].experts))
+    method = "several" if several else grids[0].recipe.method
+    options_of = {grid.recipe.method: grid.recipe.options for grid in grids if grid.recipe.options}
+    common = options_of if several else grids[0].recipe.options
+    table.begin(output, [point.name for point in points], method, common, (plans[0].base, *plans[0].experts))
     with open_engine(scene) as engine, hashing_inputs(plans[0], verify=run.verify) as hashes:
         sweep = Sweep(output, points, plans, table, Executor(scene, engine, hashes), options)
         unfinished = sweep.find_unfinished()
@@ -109,7 +120,17 @@ def run_sweep(
         with locked(output):
             sweep.run(unfinished)
             sweep.keep_best()
+            score_references(sweep.references(), grids[0].recipe)
     return sweep.result()
+
+
+def _with_data_where_used(grids: Sequence[Grid]) -> list[Grid]:
+    """Of several methods only some may use the data; if none does, they are left to refuse it."""
+    using = [bool(methods_using_data(grid.recipe)) for grid in grids]
+    if not any(using):
+        return list(grids)
+    without = [replace(grid, recipe=grid.recipe.model_copy(update={"data": None})) for grid in grids]
+    return [grid if uses else other for grid, other, uses in zip(grids, without, using, strict=True)]
 
 
 @dataclass
@@ -160,7 +181,12 @@ class Sweep:
             problems = check_room(self.output, [self.names[number] for number in unfinished], plans)
         else:
             problems = check_room_for_some(self.output, plans, self.options.at_once)
-        return [*problems, *(self.executor.engine.problems(plans) if plans else [])]
+        by_method = [[self.plans[number] for number in numbers] for numbers in self._by_method(unfinished)]
+        return list(dict.fromkeys([*problems, *(each for own in by_method for each in self.executor.engine.problems(own))]))
+
+    def _by_method(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What can be merged in one pass: points of one method, which stand side by side."""
+        return [list(own) for _, own in groupby(numbers, key=lambda number: self.plans[number].method.name)]
 
     # -- doing it
 
@@ -176,10 +202,11 @@ class Sweep:
                     pass
             self._evaluate(finished)
             size = self.options.at_once or (len(self.points) if self.keep == "all" else fitting_at_once(output, self.plans))
-            for group in groups(len(unfinished), size):
-                chosen = [unfinished[index] for index in group]
-                self._write(chosen)
-                self._evaluate(chosen)
+            for own in self._by_method(unfinished):
+                for group in groups(len(own), size):
+                    chosen = [own[index] for index in group]
+                    self._write(chosen)
+                    self._evaluate(chosen)
         except BaseException:
             self.table.remove_if_empty(output)
             raise
@@ -248,12 +275,20 @@ class Sweep:
 
     # -- what came of it
 
+    def references(self) -> References | None:
+        """What to compare with, where there are scores."""
+        if self.evaluate is None:
+            return None
+        return References(self.output, self.plans, self.table, self.executor, self.evaluate)
+
     def result(self) -> SweepResult:
         """For the caller."""
         found = {name: self._point(name) for name in self.names}
         best = found[self.table.best] if self.table.best else None
-        return SweepResult(self.output, list(found.values()), best, searched=self.total is not None)
+        references = self.table.references if self.evaluate else {}
+        return SweepResult(self.output, list(found.values()), best, searched=self.total is not None, references=references)
 
     def _point(self, name: str) -> SweepPoint:
         record, folder = self.table.points[name], self.output / name
-        return SweepPoint(record.settings, folder if folder.exists() else None, record.scores or {}, record.warnings)
+        method = self.points[self.names.index(name)].method
+        return SweepPoint(record.settings, folder if folder.exists() else None, record.scores or {}, record.warnings, method)

@@ -26,6 +26,7 @@ from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.reports.page import write_report
 from acemerge.sweeps.points import Point
+from acemerge.sweeps.references import score_references
 from acemerge.sweeps.run import Sweep, SweepOptions, SweepResult
 from acemerge.sweeps.search_report import search_page
 from acemerge.sweeps.space import Range, Space, make_space
@@ -133,6 +134,7 @@ def run_search(
         with locked(output):
             sweep = _try_all(sweep, asked, proposals, recipe)
             sweep.keep_best()
+            score_references(sweep.references(), recipe)
             if run.report:
                 write_report(search_page(table, options.objective), output / REPORT)
     return sweep.result()

@@ -69,18 +69,31 @@ class SearchRecord(BaseModel):
     """Names of points; one may have been proposed twice."""
 
 
+class Reference(BaseModel):
+    """What a model that is no point scores: the base, an expert, or their average."""
+
+    digest: str
+    """Of what was scored."""
+    evaluation: str | None
+    scores: dict[str, float | None] = Field(default_factory=dict)
+    failure: str | None = None
+    """Why there are none."""
+
+
 class Table(BaseModel):
     """All points that were ever asked for in this folder, by their folders' names."""
 
     acemerge: str = __version__
     method: str = ""
+    """`several`, where the points' names begin with theirs."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the method, for all points alike."""
+    """Of the method, for all points alike; of several methods, by their names."""
     models: dict[str, dict[str, int]] = Field(default_factory=dict)
     """The base and the experts: their files and how long those are."""
     best: str | None = None
     search: SearchRecord | None = None
     """None of a grid."""
+    references: dict[str, Reference] = Field(default_factory=dict)
     points: dict[str, Record] = Field(default_factory=dict)
 
     def begin(
