@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from acemerge.execute import shard
+from acemerge.planning.tensor import computed
 from acemerge.tensors.computing import TensorMerge
 from acemerge.tensors.merging import merge_tensor_at_points
 from small_models import Models
@@ -49,6 +50,18 @@ def distance_from_base(models: Models) -> Callable[[Path, Mapping[str, Any]], di
 
 
 ALPHAS = {"alpha": [0.5, 2.0, 1.0]}
+
+
+def methods_merged(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """By which methods tensors are merged from now on."""
+    seen: set[str] = set()
+
+    def noted(merges: Sequence[TensorMerge], device: torch.device) -> Any:
+        seen.update(tensor.fate.method for tensor in computed([merge.planned for merge in merges]))
+        return merge_tensor_at_points(merges, device)
+
+    monkeypatch.setattr(shard, "merge_tensor_at_points", noted)
+    return seen
 
 
 def count_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:

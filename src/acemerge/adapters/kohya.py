@@ -74,9 +74,9 @@ def _modules(stored: WeightsFile, base: Checkpoint) -> dict[str, dict[str, str]]
                 f"{stored.path}: kohya LoRA key '{key}' stands for {told} of base {base.where}; give the base it was trained on, "
                 "or merge it into that first"
             )
-        module = modules.setdefault(found[0], {})
-        if module.setdefault(match["part"], key) != key:
-            raise InputError(f"{stored.path}: '{module[match['part']]}' and '{key}' both change '{found[0]}'; split the file")
+        parts = modules.setdefault(found[0], {})
+        if parts.setdefault(match["part"], key) != key:
+            raise InputError(f"{stored.path}: '{parts[match['part']]}' and '{key}' both change '{found[0]}'; split the file")
     return modules
 
 

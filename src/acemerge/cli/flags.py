@@ -96,7 +96,8 @@ class RecipeFlags:
 
     def recipes(self, models: list[str]) -> tuple[list[Recipe], Path]:
         """The same for each of several methods."""
-        made = [replace(self, method=[name] if name else None).recipe(models) for name in self.method or [None]]
+        methods: list[list[str] | None] = [[name] for name in self.method] if self.method else [None]
+        made = [replace(self, method=method).recipe(models) for method in methods]
         return [recipe for recipe, _ in made], made[0][1]
 
     def recipe(self, models: list[str]) -> tuple[Recipe, Path]:

@@ -13,7 +13,7 @@ from acemerge.sweeps.table import Reference
 def print_sweep(result: SweepResult) -> None:
     """Every point with its scores, and the best."""
     settings = list(dict.fromkeys(name for point in result.points for name in point.settings))
-    methods = ["method"] if result.points[0].method else ["reference"] if result.references else []
+    methods = ["method"] if result.points[0].method else []
     scores = list(dict.fromkeys(name for point in result.points for name in point.scores))
     warned = ["warnings"] if any(point.warnings for point in result.points) else []
     trial = ["trial"] if result.searched else []
@@ -24,13 +24,12 @@ def print_sweep(result: SweepResult) -> None:
         mark = ", the best" if point is result.best else ""
         fate = f"{'kept' if point.folder else 'removed'}{mark}"
         shown = [_score(point, name) for name in scores]
-        table.add_row(
-            *([str(number)] if trial else []), *([point.method or ""] if methods else []), *words, *shown, *counts, fate
-        )
+        method = [point.method or ""] if methods else []
+        table.add_row(*([str(number)] if trial else []), *method, *words, *shown, *counts, fate)
     for name, reference in result.references.items():
         shown = [_score(reference, score) if score in reference.scores else "-" for score in scores]
-        fate = f"failed: {reference.failure}" if reference.failure else "reference"
-        table.add_row(*("" for _ in trial), name, *("" for _ in settings), *shown, *("" for _ in warned), fate)
+        fate = f"for comparison: {name}{', not scored' if reference.failure else ''}"
+        table.add_row(*("" for _ in (*trial, *methods, *settings)), *shown, *("" for _ in warned), fate)
     console = new_console()
     console.print(table)
     kept = [point for point in result.points if point.folder]

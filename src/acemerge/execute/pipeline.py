@@ -105,7 +105,7 @@ def _run_staged(recipe: Recipe, output: Path, run: RunOptions, relative_to: Path
         raise
     if not run.keep_stages:
         maker.remove()
-    return result
+    return replace(result, plan=replace(result.plan, recipe=recipe))  # as it was asked for: the stages' folders may be gone
 
 
 def _run_plain(

@@ -36,7 +36,9 @@ def with_cautions(plan: Plan, tensors: Sequence[TensorRecord]) -> Plan:
 
 
 def averaging_instead(recipe: Recipe, output: Path) -> str:
-    """The command that averages the same models."""
+    """The command that averages the same models; of a recipe of several stages, what to change in it."""
+    if not isinstance(recipe.base, str) or any(expert.merge for expert in recipe.experts):
+        return "write `method: average` in the outer recipe"
     models = [recipe.base, *(expert.model for expert in recipe.experts)]
     return shlex.join(["acemerge", "merge", *models, "-o", f"{output}-average", "-m", "average"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 try:
     from yaml import CSafeLoader as FastLoader
@@ -50,7 +50,7 @@ class Expert(_Strict):
         if bool(self.model) == bool(self.merge):
             raise ValueError("give either 'model' or 'merge'")
         if self.merge:
-            Stage(name=self.name or "", merge=self.merge)
+            _check_stage(self.name or "", self.merge)
         return self
 
     @property
@@ -67,12 +67,16 @@ class Stage(_Strict):
 
     @model_validator(mode="after")
     def _is_a_model(self) -> Self:
-        if not re.fullmatch(r"\w[\w.+-]*", self.name):
-            raise ValueError("a merge as base or expert needs a 'name'")
-        for field in ("save_as", "rank", "energy", "save_rest"):
-            if field in self.merge.model_fields_set:
-                raise ValueError(f"stage '{self.name}': a stage is a model, so '{field}' is for the outer merge only")
+        _check_stage(self.name, self.merge)
         return self
+
+
+def _check_stage(name: str, merge: Recipe) -> None:
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise ValueError("a merge as base or expert needs a 'name'")
+    for field in ("save_as", "rank", "energy", "save_rest"):
+        if field in merge.model_fields_set:
+            raise ValueError(f"stage '{name}': a stage is a model, so '{field}' is for the outer merge only")
 
 
 class TensorRule(_Strict):
@@ -129,10 +133,17 @@ def _as_expert(value: Any) -> Any:
     return {"model": value} if isinstance(value, str) else value
 
 
+_A_MODEL, _A_STAGE = "(model)", "(stage)"
+"""What a base is given as."""
+
+
 class Recipe(_Strict):
     """A merge, as a file or as the command line gives it."""
 
-    base: str | Stage
+    base: Annotated[
+        Annotated[str, Tag(_A_MODEL)] | Annotated[Stage, Tag(_A_STAGE)],
+        Discriminator(lambda value: _A_STAGE if isinstance(value, dict | Stage) else _A_MODEL),
+    ]
     experts: Annotated[list[Expert], BeforeValidator(lambda v: [_as_expert(e) for e in v] if isinstance(v, list) else v)]
     method: str = "ace"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -214,7 +225,8 @@ def _staged(model: Any, outer: dict[str, Any]) -> Any:
 
 def _explain(error: dict[str, Any]) -> str:
     """One of pydantic's findings, in words."""
-    where, reason = ".".join(map(str, error["loc"])), str(error["msg"]).removeprefix("Value error, ")
+    where = ".".join(str(part) for part in error["loc"] if part not in (_A_MODEL, _A_STAGE))
+    reason = str(error["msg"]).removeprefix("Value error, ")
     if not where:
         return reason
     if error["type"] == "extra_forbidden":

@@ -15,11 +15,11 @@ from typing import Any
 
 from acemerge.errors import InputError, first_line
 from acemerge.execute.pipeline import Executor
+from acemerge.output.existing import holds_merge
 from acemerge.output.staging import withdraw
 from acemerge.planning.plan import Plan
 from acemerge.recipe.recipe import Recipe
 from acemerge.sweeps.evaluation import Evaluate, checked_scores, describe_evaluation
-from acemerge.sweeps.existing import holds_merge
 from acemerge.sweeps.table import Reference, Table
 
 _AVERAGED = "reference,average"
@@ -51,10 +51,8 @@ class References:
 
     def score_average(self, recipe: Recipe) -> None:
         """Plain averaging, in a folder that is removed afterwards; not if a point is that already."""
-        folder, averaging = (
-            self.output / _AVERAGED,
-            {"method": "average", "options": {}, "data": None, "tensors": [], "slices": []},
-        )
+        folder = self.output / _AVERAGED
+        averaging: dict[str, Any] = {"method": "average", "options": {}, "data": None, "tensors": [], "slices": []}
         try:
             plan = self.executor.scene.plans([recipe.model_copy(update=averaging)])[0]
         except InputError as error:
@@ -72,9 +70,9 @@ class References:
         withdraw(folder)
 
     def _is_known(self, row: str, digest: str) -> bool:
+        """A failure too: another command, function or model asks again."""
         known = self.table.references.get(row)
-        same = known is not None and known.digest == digest and known.evaluation == describe_evaluation(self.evaluate)
-        return same and known is not None and known.failure is None
+        return known is not None and known.digest == digest and known.evaluation == describe_evaluation(self.evaluate)
 
     def _score(self, row: str, folder: Path, digest: str) -> None:
         evaluation = describe_evaluation(self.evaluate)

@@ -39,7 +39,7 @@ class WeightsFile:
         """Where it is."""
         return self.stamp.path
 
-    def __reduce__(self) -> tuple[Callable[[Path], WeightsFile], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[..., WeightsFile], tuple[object, ...]]:
         """Another process opens the file itself: no tensor travels."""
         return open_file, (self.path,)
 
