@@ -145,3 +145,16 @@ def test_experts_that_tie_what_the_base_does_not(tmp_path: Path) -> None:
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         torch.testing.assert_close(found[name], torch.stack(experts).mean(0))
     assert load_whole("LlamaForCausalLM", tmp_path / "out").lm_head.weight.equal(found["lm_head.weight"])
+
+
+def test_an_output_layer_with_values_of_its_own_is_merged_whatever_the_config_says(tmp_path: Path) -> None:
+    """Some classes never tie what their config ties, as bigbird_pegasus and luke; such a layer was once left out."""
+    models = zoo.llama(tmp_path / "in", tied=True)
+
+    def untie(tensors: Tensors) -> Tensors:
+        return {**tensors, "lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}
+
+    base, *experts = (rewrite(folder, tmp_path / "untied" / folder.name, untie) for folder in models.folders)
+    untied = Models(base, dict(zip(models.experts, experts, strict=True)))
+    merged = merged_tensors(untied, tmp_path, method="average")
+    torch.testing.assert_close(merged["lm_head.weight"], 2 * merged["model.embed_tokens.weight"])
