@@ -10,8 +10,8 @@ import sys
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
-# torch brings the one, and every environment has the other.
-ALWAYS_THERE = {"jinja2", "pip"}
+# torch brings the first two, and every environment has the last.
+ALWAYS_THERE = {"jinja2", "markupsafe", "pip"}
 
 
 def modules_of_the_extras() -> set[str]:
