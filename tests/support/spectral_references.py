@@ -59,11 +59,12 @@ def reference_iso_cts(tau: Array, *, common: float = 0.8) -> Array:
 
 
 def closed_form(tau: Array, weights: list[float], rtol: float | None) -> Array:
+    """N S^+ with S = X^T X of the stacked X = sqrt(w_t) D_t: X's own singular values are surer than the eigenvalues of S."""
     T, _, n = tau.shape
-    G = [tau[t].T @ tau[t] for t in range(T)]
-    N = sum(weights[t] * tau[t] @ G[t] for t in range(T))
-    S = sum(weights[t] * G[t] for t in range(T))
-    return np.asarray(N @ np.linalg.pinv(S, rcond=n * 2.0**-23 if rtol is None else rtol, hermitian=True))
+    N = sum(weights[t] * tau[t] @ (tau[t].T @ tau[t]) for t in range(T))
+    _, s, vh = np.linalg.svd(np.concatenate([math.sqrt(weights[t]) * tau[t] for t in range(T)]), full_matrices=False)
+    kept = s**2 > (n * 2.0**-23 if rtol is None else rtol) * s[0] ** 2
+    return np.asarray((N @ vh[kept].T / s[kept] ** 2) @ vh[kept])
 
 
 def reference_actmat(tau: Array, *, rtol: float | None = None) -> Array:
