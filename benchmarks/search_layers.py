@@ -7,8 +7,9 @@ matrices alone.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from acemerge.bench.data.task import Task
-from acemerge.bench.domains.domain import Prepared
 from acemerge.bench.measure.evaluation import Part, evaluate, prepared_rows
 from acemerge.bench.measure.merging import merge_experts
+from acemerge.bench.measure.next_token import way_from_base_to_expert
 from acemerge.bench.suites.plan import plan_suite
 from acemerge.bench.suites.registry import Suite, get_suite
 from acemerge.checkpoints.folder import open_checkpoint
@@ -69,23 +70,23 @@ class Regime:
             layer.name: layer.view.to_stored(layer.W0 + change.to(layer.W0)).contiguous()
             for layer, change in zip(self.layers, changes, strict=True)
         }
-        return {judged.task.name: judged.score(self.suite, merged) for judged in self._tasks}
+        return {judged.task.name: judged.score(merged) for judged in self._tasks}
 
 
 @dataclass(frozen=True)
 class _JudgedTask:
-    """A model with one expert's head, and the rows to judge it by."""
+    """A model with one expert's head, and how it is judged."""
 
     task: Task
     model: nn.Module
-    rows: Prepared
     parameters: Mapping[str, nn.Parameter]
     """The model's own, by the names that a merge has for them."""
+    judge: Callable[[nn.Module], float]
 
-    def score(self, suite: Suite, merged: Mapping[str, Tensor]) -> float:
+    def score(self, merged: Mapping[str, Tensor]) -> float:
         for name, value in merged.items():
             self.parameters[name].data = value
-        return evaluate(suite.domain, self.model, self.rows, self.task.metric, suite.compute).share
+        return self.judge(self.model)
 
 
 def _layer(plan: Plan, planned: ComputedTensor, strength: Strength) -> Layer:
@@ -100,12 +101,18 @@ def _judged_tasks(suite: Suite, seed: int, part: Part, limit: int, names: Sequen
     merged = open_checkpoint(place / "merged", "merged")
     found = []
     for task in suite.tasks:
-        rows = prepared_rows(suite, task, part, limit)
         folder = export_expert(place / "merged", task.expert, place / task.name) if suite.own_heads else place / "merged"
         model = suite.domain.load(folder).eval()
         parameters = {name: _parameter(model, merged.read(name)) for name in names}
-        found.append(_JudgedTask(task, model, rows, parameters))
+        found.append(_JudgedTask(task, model, parameters, partial(_share, suite, task, part, limit, seed)))
     return found
+
+
+def _share(suite: Suite, task: Task, part: Part, limit: int, seed: int, model: nn.Module) -> float:
+    """Of right answers, or of the way from the base's loss to the expert's."""
+    if suite.between_experts:
+        return way_from_base_to_expert(suite, model, task, part, limit, seed).share
+    return evaluate(suite.domain, model, prepared_rows(suite, task, part, limit), task.metric, suite.compute).share
 
 
 def _parameter(model: nn.Module, value: Tensor) -> nn.Parameter:

@@ -25,7 +25,7 @@ def test_regmean_solves_the_stacked_least_squares_problem(shape: tuple[int, int,
     W0, W = random(out, n, seed=seed + 50), random(tasks, out, n, seed=seed + 51)
     rows = np.concatenate([x.numpy() / np.sqrt(len(x)) for x in X])
     answers = np.concatenate([(x @ w.T).numpy() / np.sqrt(len(x)) for x, w in zip(X, W, strict=True)])
-    expected = np.linalg.lstsq(rows, answers)[0].T
+    expected = np.linalg.lstsq(rows, answers, rcond=None)[0].T
     found = W0 + merge_under_grams(W - W0, [x.T @ x / len(x) for x in X], 1.0)
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-4 * max(1.0, np.abs(expected).max()))
 

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from elementwise_references import exact_floor
 from spectral_cases import Array
 from spectral_references import polar, truncated
 
@@ -92,7 +93,7 @@ def reference_dc_merge(
         parts.append(U[:, :q] @ np.diag(e) @ Vh[:q])
     P, Q = polar(X), polar(Y)
     A = np.stack([P.T @ part @ Q.T for part in parts])
-    kk = max(1, math.floor(density * side**2 + 1e-9))
+    kk = max(1, exact_floor(side**2, density))
     for t in range(T):
         threshold = np.sort(np.abs(A[t]).ravel())[::-1][kk - 1]
         A[t][np.abs(A[t]) < threshold * (1 - 1e-9)] = 0
@@ -147,7 +148,7 @@ def orthonormal(columns: Array, cut: float = 1e-6) -> Array:
 def reference_pact_bases(tau: Array, W0: Array, *, base_share: float = 0.8, rewritten: int = 10) -> list[Array]:
     """R_t: what each expert relies on."""
     r = min(W0.shape)
-    V0 = np.linalg.svd(W0)[2][: max(1, math.floor(base_share * r + 1e-9))].T
+    V0 = np.linalg.svd(W0)[2][: max(1, exact_floor(r, base_share))].T
     bases = []
     for delta in tau:
         V = np.linalg.svd(delta)[2][: min(rewritten, r)].T

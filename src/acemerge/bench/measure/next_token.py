@@ -58,10 +58,15 @@ def row_losses(domain: Domain, model: nn.Module, rows: Prepared, compute: Comput
 
 
 def judge_by_loss(suite: Suite, folder: Path, task: Task, part: Part, limit: int | None, seed: int) -> Estimate:
-    """Which share of the way from the base's loss to the expert's the model has gone: the base 0, the expert 1."""
-    experts, rows = suite.experts(seed), prepared_rows(suite, task, part, limit)
+    """How far the model in a folder has gone from the base to the expert."""
     with explained(suite, task):
-        own = row_losses(suite.domain, suite.domain.load(folder), rows, suite.compute)
+        return way_from_base_to_expert(suite, suite.domain.load(folder), task, part, limit, seed)
+
+
+def way_from_base_to_expert(suite: Suite, model: nn.Module, task: Task, part: Part, limit: int | None, seed: int) -> Estimate:
+    """Which share of the way from the base's loss to the expert's a model has gone: the base 0, the expert 1."""
+    experts, rows = suite.experts(seed), prepared_rows(suite, task, part, limit)
+    own = row_losses(suite.domain, model, rows, suite.compute)
     base, expert = (_kept_losses(suite, place, task, part, limit) for place in (experts.base, experts.folder(task)))
     return share_of_gain(own, base, expert, tokens=int((rows.lengths - 1).sum()))
 
