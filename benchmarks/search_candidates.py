@@ -70,6 +70,21 @@ def equally_long(power: float, inner: Directions, layer: Layer) -> Matrix:
     return inner(replace(layer, D=layer.D * factors.float()[:, None, None]))
 
 
+def around_average(inner: Directions, layer: Layer) -> Matrix:
+    """Another method's merge of what sets each expert apart from their average."""
+    return inner(replace(layer, D=layer.D - average_of(layer)))
+
+
+def beyond_average(inner: Directions, layer: Layer) -> Matrix:
+    """What another method's merge has beyond the experts' average."""
+    return inner(layer) - average_of(layer)
+
+
+def average_of(layer: Layer) -> Matrix:
+    """Of the experts that changed the layer."""
+    return layer.D.sum(0) / max(1, int(layer.D.flatten(1).any(1).sum()))
+
+
 def blend(parts: tuple[Directions, ...], layer: Layer) -> Matrix:
     """The sum of several, each of unit length."""
     found = [part(layer) for part in parts]
@@ -222,12 +237,37 @@ def between_by_rank(k: float, x: Spectral, s: Tensor, e: float = 0.5) -> float:
     return min(max(wanted, x.mean), x.rms / x.overlap)
 
 
+def share_of_base(k: float, x: Spectral, s: Tensor, e: float = 0.75) -> float:
+    """k |W0|, times a power of the share of directions, and no longer than so many times an expert as they differ."""
+    return min(k * x.base * math.pow(len(s) / min(x.layer.W0.shape), e), x.rms / x.overlap)
+
+
 def geometric_spectral(k: float, x: Spectral, s: Tensor) -> float:
     """The same of spectral norms: |M|_2 = sqrt(k |W0|_2 rms_t |D_t|_2)."""
     base = float(torch.linalg.matrix_norm(x.layer.W0.float(), 2))
     own = [float(torch.linalg.matrix_norm(D, 2)) for D in x.layer.D]
     rms = math.sqrt(sum(value**2 for value in own) / max(1, x.experts))
     return math.sqrt(k * base * rms) / float(s[0] / s.norm())
+
+
+Place = Callable[[Spectral, Matrix], Matrix]
+
+
+def on_the_base(x: Spectral, M: Matrix) -> Matrix:  # noqa: ARG001
+    """The change is all there is."""
+    return M
+
+
+def on_the_average(x: Spectral, M: Matrix) -> Matrix:
+    """The change starts from the experts' average."""
+    return M + average_of(x.layer)
+
+
+def with_the_average(x: Spectral, M: Matrix) -> Matrix:
+    """As much of the average is added as the change lacks of it."""
+    average = average_of(x.layer)
+    own = float(average.square().sum())
+    return M + max(0.0, 1 - float((M * average).sum()) / own) * average if own else M
 
 
 @dataclass(frozen=True)
@@ -241,6 +281,7 @@ class Candidate:
     length: Length
     whole: bool = False
     """Whether the lengths are only added up, to a budget for the whole model."""
+    place: Place = on_the_base
 
     def changes(self, layers: Sequence[Spectral]) -> list[Matrix]:
         """M of every layer."""
@@ -249,7 +290,7 @@ class Candidate:
         if self.whole:
             lengths = shared_budget(layers, lengths)
         return [
-            (x.U * (s * (length / float(s.norm())))) @ x.V.T if len(s) else torch.zeros_like(x.layer.W0)
+            self.place(x, (x.U * (s * (length / float(s.norm())))) @ x.V.T if len(s) else torch.zeros_like(x.layer.W0))
             for x, s, length in zip(layers, shapes, lengths, strict=True)
         ]
 
@@ -291,6 +332,11 @@ DIRECTIONS: dict[str, Directions] = {
     "more equal experts, uncentred": partial(equally_long, 0.5, partial(closed_form, centre=False)),
     "more equal experts": partial(equally_long, 0.5, closed_form),
     "pico, closed form": partial(pico, closed_form),
+    "apart": partial(around_average, partial(closed_form, centre=False)),
+    "beyond": partial(beyond_average, partial(closed_form, centre=False)),
+    "beyond, ace": partial(beyond_average, _ACE),
+    "apart, tsv_m": partial(around_average, partial(registered, "tsv_m")),
+    "apart, iso_cts": partial(around_average, partial(registered, "iso_cts")),
 }
 
 
@@ -376,4 +422,30 @@ CANDIDATES: list[Candidate] = [
     _power(_PLAIN, 0.5, partial(geometric, 0.35), "k 0.35, one budget", whole=True),
     *(_power(_PLAIN, 0.5, partial(times_rms, c), f"{c:g} rms") for c in (1, 2, 3, 4, 5, 6)),
     *(_fixed(name, 0.5, 0.35) for name in DIRECTIONS if name not in ("ace", _PLAIN, "equal experts", "more equal experts")),
+    *(
+        Candidate(f"on the average: {name}; p {p:g}; {how}", name, partial(power, p), length, place=on_the_average)
+        for name in ("apart", "beyond")
+        for p in (0.5, 0.25, 0.35, 0.75, 1)
+        for how, length in (
+            *((f"{k:g} of the base", partial(share_of_base, k)) for k in (0.05, 0.06, 0.07, 0.08, 0.1)),
+            *((f"{c:g} rms", partial(times_rms, c)) for c in (0.25, 0.5, 1, 2, 4)),
+            *((f"k {k:g} by rank to 0.75", partial(between_by_rank, k, e=0.75)) for k in (0.2, 0.3, 0.4)),
+        )
+    ),
+    *(
+        Candidate(f"on the average: {name}; p 1; as it is", name, partial(power, 1), as_it_is, place=on_the_average)
+        for name in ("apart", "beyond", "beyond, ace", "apart, tsv_m", "apart, iso_cts")
+    ),
+    *(
+        Candidate(f"with the average: {how}", f"{_PLAIN}, uncentred", shape, length, place=with_the_average)
+        for how, shape, length in (
+            (
+                "p 0.5 by overlap and rank; k 0.4 by rank to 0.75",
+                partial(power_by_overlap_and_rank, 0.5),
+                partial(between_by_rank, 0.4, e=0.75),
+            ),
+            ("p 0.5; 1 rms", partial(power, 0.5), partial(times_rms, 1)),
+            ("p 1; as it is", partial(power, 1), as_it_is),
+        )
+    ),
 ]

@@ -1,6 +1,6 @@
 """A suite's experts in memory: the matrices that a merge computes, and the scores of any merged change of them.
 
-What is not a matrix, and what is not merged, is what a merge by ACE makes of it; so a candidate differs from others in its
+What is not a matrix, and what is not merged, is averaged, as ace_auto does; so a candidate differs from others in its
 matrices alone.
 """
 
@@ -97,7 +97,7 @@ def _layer(plan: Plan, planned: ComputedTensor, strength: Strength) -> Layer:
 
 
 def _judged_tasks(suite: Suite, seed: int, part: Part, limit: int, names: Sequence[str], place: Path) -> list[_JudgedTask]:
-    merge_experts(suite.experts(seed).base, suite.folders(seed), place / "merged", {**suite.merge, "method": "ace"})
+    merge_experts(suite.experts(seed).base, suite.folders(seed), place / "merged", {**suite.merge, "method": "ace_auto"})
     merged = open_checkpoint(place / "merged", "merged")
     found = []
     for task in suite.tasks:
