@@ -18,6 +18,7 @@ from search_layers import Layer
 from torch import Tensor
 
 from acemerge.methods import get_method
+from acemerge.numerics.spectral_norm import spectral_norm
 
 Matrix = Float[Tensor, "out in"]
 Directions = Callable[[Layer], Matrix]
@@ -120,6 +121,8 @@ class Spectral:
     experts: int
     mean: float
     """|mean_t D_t|."""
+    strongest: float
+    """|W0|_2."""
 
 
 def decompose(M: Matrix, layer: Layer) -> Spectral:
@@ -132,7 +135,7 @@ def decompose(M: Matrix, layer: Layer) -> Spectral:
     return Spectral(
         U[:, clear], s[clear], Vt[clear].T, layer, math.sqrt(float(energies.sum()) / max(1, changed)),
         float(layer.W0.double().norm()), max(1 / max(1, changed), total / max(1e-300, changed * float(energies.sum()))), changed,
-        math.sqrt(total) / max(1, changed),
+        math.sqrt(total) / max(1, changed), spectral_norm(layer.W0),
     )  # fmt: skip
 
 
@@ -178,6 +181,12 @@ def as_it_is(x: Spectral, s: Tensor) -> float:  # noqa: ARG001
 def as_shaped(x: Spectral, s: Tensor) -> float:  # noqa: ARG001
     """The shape is of the right length already."""
     return float(s.norm())
+
+
+def held(p: float, k: float, x: Spectral, e: float = 0.0) -> Tensor:
+    """s^p, the first no stronger than it was, nor than k |W0|_2 times a power of the share of the matrix's directions."""
+    share = len(x.s) / min(x.layer.W0.shape)
+    return min(float(x.s[0]), k * x.strongest * share**e) * (x.s / x.s[0]) ** p
 
 
 Saturation = Callable[[Tensor, float], Tensor]
@@ -237,17 +246,11 @@ def between_by_rank(k: float, x: Spectral, s: Tensor, e: float = 0.5) -> float:
     return min(max(wanted, x.mean), x.rms / x.overlap)
 
 
-def share_of_base(k: float, x: Spectral, s: Tensor, e: float = 0.75) -> float:
-    """k |W0|, times a power of the share of directions, and no longer than so many times an expert as they differ."""
-    return min(k * x.base * math.pow(len(s) / min(x.layer.W0.shape), e), x.rms / x.overlap)
-
-
 def geometric_spectral(k: float, x: Spectral, s: Tensor) -> float:
     """The same of spectral norms: |M|_2 = sqrt(k |W0|_2 rms_t |D_t|_2)."""
-    base = float(torch.linalg.matrix_norm(x.layer.W0.float(), 2))
     own = [float(torch.linalg.matrix_norm(D, 2)) for D in x.layer.D]
     rms = math.sqrt(sum(value**2 for value in own) / max(1, x.experts))
-    return math.sqrt(k * base * rms) / float(s[0] / s.norm())
+    return math.sqrt(k * x.strongest * rms) / float(s[0] / s.norm())
 
 
 Place = Callable[[Spectral, Matrix], Matrix]
@@ -353,8 +356,14 @@ def _saturated(directions: str, form: str, k: float) -> Candidate:
     return Candidate(f"{directions}; {form}; at most k {k:g}", directions, shape, as_shaped)
 
 
+def _held(directions: str, p: float, k: float, e: float = 0.0) -> Candidate:
+    label = f"on the average: {directions}; p {p:g}; at most {k:g} of the base's strongest" + f" by rank to {e:g}" * bool(e)
+    return Candidate(label, directions, partial(held, p, k, e=e), as_shaped, place=on_the_average)
+
+
 _FORMS: dict[str, Saturation] = {"clipped": clipped, "hyperbolic": hyperbolic, "euclidean": euclidean}
 _PLAIN = "closed form"
+_UNCENTRED = f"{_PLAIN}, uncentred"
 CANDIDATES: list[Candidate] = [
     _power("ace", 1, as_it_is, "as it is"),
     _power("tsv_m", 1, as_it_is, "as it is"),
@@ -423,29 +432,33 @@ CANDIDATES: list[Candidate] = [
     *(_power(_PLAIN, 0.5, partial(times_rms, c), f"{c:g} rms") for c in (1, 2, 3, 4, 5, 6)),
     *(_fixed(name, 0.5, 0.35) for name in DIRECTIONS if name not in ("ace", _PLAIN, "equal experts", "more equal experts")),
     *(
-        Candidate(f"on the average: {name}; p {p:g}; {how}", name, partial(power, p), length, place=on_the_average)
-        for name in ("apart", "beyond")
-        for p in (0.5, 0.25, 0.35, 0.75, 1)
-        for how, length in (
-            *((f"{k:g} of the base", partial(share_of_base, k)) for k in (0.05, 0.06, 0.07, 0.08, 0.1)),
-            *((f"{c:g} rms", partial(times_rms, c)) for c in (0.25, 0.5, 1, 2, 4)),
-            *((f"k {k:g} by rank to 0.75", partial(between_by_rank, k, e=0.75)) for k in (0.2, 0.3, 0.4)),
+        Candidate(
+            f"on the average: {name}; p {p:g}; {c:g} rms", name, partial(power, p), partial(times_rms, c), place=on_the_average
         )
+        for name in ("apart", "beyond")
+        for p in (0.5, 1)
+        for c in (0.25, 0.5, 1, 1.5, 4)
     ),
     *(
         Candidate(f"on the average: {name}; p 1; as it is", name, partial(power, 1), as_it_is, place=on_the_average)
-        for name in ("apart", "beyond", "beyond, ace", "apart, tsv_m", "apart, iso_cts")
+        for name in ("beyond, ace", "apart, tsv_m", "apart, iso_cts")
     ),
     *(
-        Candidate(f"with the average: {how}", f"{_PLAIN}, uncentred", shape, length, place=with_the_average)
-        for how, shape, length in (
-            (
-                "p 0.5 by overlap and rank; k 0.4 by rank to 0.75",
-                partial(power_by_overlap_and_rank, 0.5),
-                partial(between_by_rank, 0.4, e=0.75),
-            ),
-            ("p 0.5; 1 rms", partial(power, 0.5), partial(times_rms, 1)),
-            ("p 1; as it is", partial(power, 1), as_it_is),
+        Candidate(
+            f"with the average: p 0.5; {c:g} rms", _UNCENTRED, partial(power, 0.5), partial(times_rms, c), place=with_the_average
         )
+        for c in (1, 2.5)
     ),
+    *(
+        _held(name, p, k)
+        for name, powers, strengths in (
+            ("beyond", (0, 0.1, 0.25, 0.5), (0.03, 0.045, 0.06, 0.08, 0.1)),
+            ("beyond", (0.2, 0.35), (0.06,)),
+            ("apart", (0.25, 0.5), (0.03, 0.06, 0.1)),
+            (_UNCENTRED, (0.25, 0.5), (0.03, 0.06)),
+        )
+        for p in powers
+        for k in strengths
+    ),
+    *(_held("beyond", p, k, e) for e in (0.5, 1) for p in (0.25, 0.5) for k in (0.06, 0.08)),
 ]

@@ -1,4 +1,4 @@
-"""ACE without tuning: the closed-form merge under each task's own input covariance, given a spectrum and a length that fit.
+"""ACE without tuning: the experts' average, and what a closed-form merge adds to it, no stronger than the base can take.
 
     D_t = W_t - W0 (m x n)      S_t = D_t^T D_t, an n x n covariance whose trace is |D_t|^2
 
@@ -21,7 +21,6 @@ from acemerge.methods.option_text import Fact
 from acemerge.methods.registry import Context, Merged, Options, method
 from acemerge.methods.shared_routes import AtPoints, shared_route
 from acemerge.numerics.covariance import Experts
-from acemerge.numerics.frame import Frame
 from acemerge.numerics.linalg import (
     LeadingDirections,
     directions_elements,
@@ -30,10 +29,11 @@ from acemerge.numerics.linalg import (
     sum_of_squares,
     weighted_sum,
 )
+from acemerge.numerics.spectral_norm import spectral_norm
 from acemerge.numerics.threads import AT_ONCE, share, torch_at_rest
 
 ROUNDING = 1e-5
-"""Of the strongest direction, or of an expert's length: what is weaker is rounding of float32 weights."""
+"""Of the strongest direction: what is weaker is rounding of float32 weights."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,17 @@ class AceAutoOptions(Options):
     """Three numbers, chosen once for all models: docs/methods/ace_auto.md says how, and what others would do."""
 
     power: Annotated[
-        float, Field(ge=0, le=1, description="p: singular values s of experts that share nothing become s^p; 1 leaves them")
-    ] = 0.5
+        float,
+        Field(ge=0, le=1, description="p: strengths s of what is added to the average become s^p; 1 leaves them as they are"),
+    ] = 0.25
     reach: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, description="k: the share of the base's length that an expert's is balanced with")
-    ] = 0.4
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="k: strength of the strongest direction added, at most, as a share of the base's",
+        ),
+    ] = 0.06
     ridge: Annotated[
         float, Field(gt=0, allow_inf_nan=False, description="r: ridge of each covariance, as a share of its mean eigenvalue")
     ] = 0.01
@@ -60,13 +66,13 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
 
 
 def _float64_elements(tasks: int, rows: int, columns: int) -> float:
-    """Peak of working memory in float64 numbers: the system while it is put together, or P with its directions and M."""
+    """Peak of working memory in float64 numbers: the average, and the system as it is formed or P with its directions."""
     m, n, small = rows, columns, min(rows, columns)
     dual = tasks * m < n
     system = float((tasks * m) ** 2 + tasks * m * n) if dual else float(n * n)
     accumulate = system + m * n + min(tasks, AT_ONCE) * (n * n if n <= m else m * n + m * m)
     solve = system + (4.0 if dual else 2.0) * m * n
-    return max(accumulate, solve, 4.0 * m * n + directions_elements(m, n, small))
+    return m * n + max(accumulate, solve, 4.0 * m * n + directions_elements(m, n, small))
 
 
 @method(
@@ -78,18 +84,19 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     rest="average all",
     facts={
         "overlap": "how much of the experts' changes is common: 1 all of it, 1 / (number of experts) none",
-        "power": "of the singular values",
-        "rank": "directions that the merge has",
+        "rank": "directions that are added to the average",
+        "strength": "of the strongest of them, as a share of the base's own",
         "length": "of the merged change, in lengths of an expert's",
     },
     flops=_flops,
     float64_elements=_float64_elements,
 )
 def ace_auto(task_vectors: Float[Tensor, "task out in"], options: AceAutoOptions, context: Context) -> Merged:
-    """The optimal merge under each task's own input covariance, as strong as the base can take. Nothing to tune.
+    """The experts' average, and what the optimal merge under each task's own inputs adds to it. Nothing to tune.
 
-    ACE's closed form gives the directions. Their strengths are evened out, and the change gets a length between an expert's and
-    the base's: few experts or many, full fine-tunes or adapters need no setting of their own. One expert comes back unchanged.
+    ACE's closed form says in which directions the average falls short of the experts. These are added, evened out, and as strong
+    as the base can take: full fine-tunes or adapters, classifiers or language models, two experts or twenty need no setting of
+    their own. One expert comes back unchanged.
     """
     [(_, merged)] = merge_points(task_vectors, [options], context)
     return merged
@@ -104,35 +111,49 @@ def merge_points(
     if not any(energies):
         yield list(range(len(options))), nobody_changed(task_vectors)
         return
-    lengths = measure_lengths(task_vectors, energies, context)
+    changed = [t for t, energy in enumerate(energies) if energy > 0]
+    mean = weighted_sum(task_vectors, [1 / len(changed)] * len(task_vectors))
+    layer = LayerSizes(
+        len(changed),
+        math.sqrt(math.fsum(energies) / len(changed)),
+        math.sqrt(sum_of_squares(mean)),
+        0.0 if context.base is None else spectral_norm(context.base),
+        min(context.frame_of(task_vectors).shape),
+    )
     for ridge in dict.fromkeys(own.ridge for own in options):
         with torch_at_rest():
-            directions = merged_directions(task_vectors, energies, ridge, context.frame_of(task_vectors))
+            optimal = optimal_merge(task_vectors, energies, ridge, context)
+            beyond = clear_directions(optimal.sub_(mean))
         for point, own in enumerate(options):
             if own.ridge == ridge:
-                yield [point], with_strength(directions, lengths, own)
+                yield [point], add_to_average(mean, beyond, layer, own)
 
 
-def merged_directions(
-    task_vectors: Float[Tensor, "task out in"], energies: Sequence[float], ridge: float, frame: Frame
-) -> LeadingDirections:
-    """Steps 1 and 2: P = (sum_t D_t (a_t S_t + e I)) (sum_t (a_t S_t + e I))^-1 = U diag(s) V^T, a_t = 1/|D_t|^2, e = r/n.
+def optimal_merge(
+    task_vectors: Float[Tensor, "task out in"], energies: Sequence[float], ridge: float, context: Context
+) -> Float[Tensor, "out in"]:
+    """Step 1: P = (sum_t D_t (a_t S_t + e I)) (sum_t (a_t S_t + e I))^-1, a_t = 1/|D_t|^2, e = r/n.
 
     Every a_t S_t has the mean eigenvalue 1/n. An expert that did not change the tensor has no opinion on it.
     """
     changed = [t for t, energy in enumerate(energies) if energy > 0]
+    frame = context.frame_of(task_vectors)
     experts = Experts(task_vectors, changed, frame, centre=False)
     S, N = experts.weighted_covariance([1 / energies[t] for t in changed])
     e = ridge / frame.shape[1]
-    P = S.factorise(len(changed) * e)(experts.add_weighted(N, [e] * len(changed)))
-    found = leading_directions(P, min(P.shape))
+    return S.factorise(len(changed) * e)(experts.add_weighted(N, [e] * len(changed)))
+
+
+def clear_directions(matrix: Float[Tensor, "out in"]) -> LeadingDirections:
+    """Step 2: U diag(s) V^T, without what is rounding."""
+    found = leading_directions(matrix, min(matrix.shape))
     clear = found.values > ROUNDING * found.values[-1:]
     return LeadingDirections(found.values[clear], found.left[:, clear], found.right[:, clear])
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """What the spectrum and the length of the merged change depend on."""
+class LayerSizes:
+    """How large the changes of one tensor are."""
 
     experts: int
     """That changed the tensor."""
@@ -141,7 +162,7 @@ class Lengths:
     mean: float
     """|mean_t D_t|."""
     base: float
-    """|W0|."""
+    """|W0|_2, the strength of the base's strongest direction; zero if the base is not known."""
     directions: int
     """min(m, n): as many as a matrix of this shape can have."""
 
@@ -151,38 +172,24 @@ class Lengths:
         return min(1.0, max(1 / self.experts, (self.mean / self.expert) ** 2))
 
 
-def measure_lengths(task_vectors: Float[Tensor, "task out in"], energies: Sequence[float], context: Context) -> Lengths:
-    """Of the experts and the base; a base that is not known counts as zero."""
-    changed = sum(energy > 0 for energy in energies)
-    mean = weighted_sum(task_vectors, [1 / changed] * len(task_vectors))
-    base = 0.0 if context.base is None else sum_of_squares(context.base)
-    rms = math.sqrt(math.fsum(energies) / changed)
-    directions = min(context.frame_of(task_vectors).shape)
-    return Lengths(changed, rms, math.sqrt(sum_of_squares(mean)), math.sqrt(base), directions)
+def add_to_average(
+    mean: Float[Tensor, "out in"], beyond: LeadingDirections, layer: LayerSizes, options: AceAutoOptions
+) -> Merged:
+    """Step 4: M = mean_t D_t + top U diag((s/s_1)^p) V^T."""
+    U, s, V = beyond.left, beyond.values, beyond.right
+    top = strongest_added(s, layer, options)
+    M = mean.clone() if not top else mean.addmm(U * (top * (s / s[-1]) ** options.power), V.T)
+    facts: dict[str, Fact] = {
+        "overlap": layer.overlap,
+        "rank": len(s) if top else 0,
+        "strength": top / layer.base if top else 0.0,
+        "length": math.sqrt(sum_of_squares(M)) / layer.expert,
+    }
+    return Merged(M, {"active_experts": layer.experts, **facts})
 
 
-def with_strength(directions: LeadingDirections, lengths: Lengths, options: AceAutoOptions) -> Merged:
-    """Steps 3 and 4: M = length U diag(s^p) V^T / |s^p|."""
-    U, s, V = directions.left, directions.values, directions.right
-    p, length = spectrum_power(lengths, len(s), options), merged_length(lengths, len(s), options)
-    if not float(s.norm()) > ROUNDING * lengths.expert:
-        M, length = U.new_zeros(len(U), len(V)), 0.0
-    else:
-        M = (U * (s**p * (length / float((s**p).norm())))) @ V.T
-    facts: dict[str, Fact] = {"overlap": lengths.overlap, "power": p, "rank": len(s), "length": length / lengths.expert}
-    return Merged(M, {"active_experts": lengths.experts, **facts})
-
-
-def spectrum_power(lengths: Lengths, rank: int, options: AceAutoOptions) -> float:
-    """Step 3: the option, times the share of directions, for experts that share nothing; 1 for copies; in proportion between."""
-    p = options.power * rank / lengths.directions
-    return p + (1 - p) * lengths.overlap
-
-
-def merged_length(lengths: Lengths, rank: int, options: AceAutoOptions) -> float:
-    """Step 4: sqrt(k |W0| |D|) (rank / min(m, n))^(3/4), within what the experts account for.
-
-    Never shorter than their average, and never longer than one of them times the number of different ones, 1 / overlap.
-    """
-    wanted = math.sqrt(options.reach * lengths.base * lengths.expert) * math.pow(rank / lengths.directions, 0.75)
-    return min(max(wanted, lengths.mean), lengths.expert / lengths.overlap)
+def strongest_added(s: Float[Tensor, " rank"], layer: LayerSizes, options: AceAutoOptions) -> float:
+    """Step 3: top = min(s_1, k |W0|_2 sqrt(rank / min(m, n)))."""
+    if not len(s):
+        return 0.0
+    return min(float(s[-1]), options.reach * layer.base * math.sqrt(len(s) / layer.directions))
