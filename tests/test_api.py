@@ -74,16 +74,16 @@ def test_tied_tensors_stay_tied() -> None:
 def test_named_experts_and_config() -> None:
     base, experts = state_dicts()
     named = dict(zip("abc", experts, strict=True))
-    merged = acemerge.merge_state_dicts(base, named, config={"model_type": "gpt2"})
-    assert same(merged, acemerge.merge_state_dicts(base, experts, preset="gpt2", epsilon=4e-2))
+    merged = acemerge.merge_state_dicts(base, named, method="ace", config={"model_type": "gpt2"})
+    assert same(merged, acemerge.merge_state_dicts(base, experts, method="ace", preset="gpt2", epsilon=4e-2))
 
 
 def test_options_are_validated_everywhere() -> None:
     base, experts = state_dicts()
     with pytest.raises(InputError, match="did you mean 'epsilon'"):
-        acemerge.merge_state_dicts(base, experts, epsilom=1)
+        acemerge.merge_state_dicts(base, experts, method="ace", epsilom=1)
     with pytest.raises(InputError, match="did you mean 'tau'"):
-        acemerge.merge_task_vectors(torch.zeros(2, 3, 3), ta=1)
+        acemerge.merge_task_vectors(torch.zeros(2, 3, 3), method="ace", ta=1)
     with pytest.raises(InputError, match="there is no method 'aec'"):
         acemerge.merge_task_vectors(torch.zeros(2, 3, 3), method="aec")
 
@@ -194,10 +194,10 @@ def test_dtypes_have_several_names(tmp_path: Path, dtype: torch.dtype | str) -> 
 
 def test_plan_verify_and_report_from_python(tmp_path: Path) -> None:
     models = write_models(tmp_path)
-    planned = acemerge.plan(models.base, models.experts, epsilon=1e-3, dtype="bfloat16")
-    result = acemerge.merge(models.base, models.experts, tmp_path / "out", epsilon=1e-3, dtype="bfloat16")
+    planned = acemerge.plan(models.base, models.experts, power=0.5, dtype="bfloat16")
+    result = acemerge.merge(models.base, models.experts, tmp_path / "out", power=0.5, dtype="bfloat16")
     assert planned.to_json() == result.plan.to_json()
-    assert str(result) == f"{tmp_path / 'out'}: 3 experts by ace; 2 merged, 3 averaged, 0 kept, 1 copied"
+    assert str(result) == f"{tmp_path / 'out'}: 3 experts by ace_auto; 2 merged, 3 averaged, 0 kept, 1 copied"
     assert acemerge.verify(tmp_path / "out").problems == []
     assert acemerge.report(tmp_path / "out") == tmp_path / "out.html"
     (tmp_path / "out/config.json").write_text("{}")

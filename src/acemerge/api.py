@@ -33,7 +33,7 @@ from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.planning.progress import SilentProgress
 from acemerge.recipe.keywords import sort_keywords
-from acemerge.recipe.recipe import Fused, Orientation, Recipe, make_recipe
+from acemerge.recipe.recipe import DEFAULT_METHOD, Fused, Orientation, Recipe, make_recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.reports.merge_report import merge_page
 from acemerge.reports.page import write_report
@@ -52,7 +52,7 @@ def merge(
     base: Model,
     experts: Experts,
     output: Model,
-    method: str = "ace",
+    method: str = DEFAULT_METHOD,
     *,
     data: Model | Suite | None = None,
     options: Mapping[str, Any] | None = None,
@@ -98,7 +98,7 @@ def sweep(
     experts: Experts,
     output: Model,
     settings: Mapping[str, Sequence[Any] | str],
-    method: str | Sequence[str] = "ace",
+    method: str | Sequence[str] = DEFAULT_METHOD,
     *,
     evaluate: Evaluate | None = None,
     keep: str = "best",
@@ -142,7 +142,7 @@ def sweep(
 def plan(
     base: Model,
     experts: Experts,
-    method: str = "ace",
+    method: str = DEFAULT_METHOD,
     *,
     data: Model | Suite | None = None,
     options: Mapping[str, Any] | None = None,
@@ -212,7 +212,7 @@ def diagnose(
 def merge_state_dicts(
     base: Mapping[str, Tensor],
     experts: Sequence[Mapping[str, Tensor]] | Mapping[str, Mapping[str, Tensor]],
-    method: str = "ace",
+    method: str = DEFAULT_METHOD,
     *,
     config: Mapping[str, Any] | None = None,
     tensors: Sequence[Mapping[str, Any]] = (),
@@ -265,7 +265,7 @@ def merge_state_dicts(
 
 def merge_task_vectors(
     task_vectors: Float[Tensor, "task *shape"],
-    method: str = "ace",
+    method: str = DEFAULT_METHOD,
     *,
     base: Tensor | None = None,
     **options: Any,

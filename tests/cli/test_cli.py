@@ -39,7 +39,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_merge_then_the_same_bytes_from_its_own_recipe(run: Command, models: Models, tmp_path: Path) -> None:
-    code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "-s", "epsilon=1e-3")
+    code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "-m", "ace", "-s", "epsilon=1e-3")
     assert code == 0, err
     assert "2 merged, 3 averaged, 0 kept, 1 copied" in out
     assert "6/6 tensors" in err
@@ -57,6 +57,7 @@ def test_recipe_rules_and_flags_over_a_file(run: Command, models: Models, tmp_pa
     recipe = {
         "base": "base",
         "experts": ["expert-0", {"model": "expert-1", "name": "second"}],
+        "method": "ace",
         "options": {"epsilon": 0.5},
         "tensors": [{"match": "layers.1.*", "do": "keep"}, {"match": "embed.*", "method": "average", "options": {"alpha": 2}}],
     }
@@ -95,8 +96,8 @@ def test_plan_shows_like_layers_together(run: Command, tmp_path: Path) -> None:
     _, out, _ = run("plan", tmp_path / "recipe.yaml")
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.startswith(("h.", " h."))}
     assert lines == {
-        "h.{0..2}.attn.c_proj.weight": "3 x 4x4 float32 merged by ace, stored [in, out], merged as [out, in]",
-        "h.{0..1}.other.weight": "2 x 4x4 float32 merged by ace",
+        "h.{0..2}.attn.c_proj.weight": "3 x 4x4 float32 merged by ace_auto, stored [in, out], merged as [out, in]",
+        "h.{0..1}.other.weight": "2 x 4x4 float32 merged by ace_auto",
         "h.2.other.weight": "4x4 float32 merged rule 'h.2.other.*': by ties",
     }
     _, out, _ = run("plan", tmp_path / "base", *experts, "-v")
@@ -104,7 +105,7 @@ def test_plan_shows_like_layers_together(run: Command, tmp_path: Path) -> None:
 
 
 def test_merge_json(run: Command, models: Models, tmp_path: Path) -> None:
-    code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "--json")
+    code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "-m", "ace", "--json")
     assert code == 0
     assert err == ""
     result = json.loads(out)
@@ -116,7 +117,7 @@ def test_merge_json(run: Command, models: Models, tmp_path: Path) -> None:
 
 def test_verbose_and_quiet(run: Command, models: Models, tmp_path: Path) -> None:
     _, out, _ = run("merge", *models.arguments, "-o", tmp_path / "a", "-v")
-    assert "gamma" in out
+    assert "overlap" in out
     code, out, err = run("merge", *models.arguments, "-o", tmp_path / "b", "-q", "--threads", "1")
     assert (code, out, err) == (0, "", "")
 
@@ -150,14 +151,18 @@ def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["-m", "acee"], "there is no method 'acee': did you mean 'ace'?"),
-        (["-s", "epsilonn=1"], "method 'ace' has no option 'epsilonn': did you mean 'epsilon'?"),
-        (["-s", "epsilon=-1"], "epsilon=-1 is not allowed: it must be a number > 0 or 'paper'"),
-        (["-s", "k_frac=2"], "k_frac=2 is not allowed: it must be a number >= 0 and <= 1"),
-        (["-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),
+        (["-m", "ace", "-s", "epsilonn=1"], "method 'ace' has no option 'epsilonn': did you mean 'epsilon'?"),
+        (
+            ["-s", "epsilon=1"],
+            "method 'ace_auto' has no option 'epsilon': ace, ram, ram_plus have it (-m ace). Known: alpha, power, reach, ridge",
+        ),
+        (["-m", "ace", "-s", "epsilon=-1"], "epsilon=-1 is not allowed: it must be a number > 0 or 'paper'"),
+        (["-m", "ace", "-s", "k_frac=2"], "k_frac=2 is not allowed: it must be a number >= 0 and <= 1"),
+        (["-m", "ace", "-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),
         (["-s", "epsilon"], "write it as KEY=VALUE"),
-        (["-s", "epsilon=true"], "epsilon=True is not allowed"),
+        (["-m", "ace", "-s", "epsilon=true"], "epsilon=True is not allowed"),
         (["-s", "alpha=1;30"], "alpha='1;30' is not allowed: it must be a number"),
-        (["-s", "epsilon=[1"], "epsilon='[1' is not allowed"),
+        (["-m", "ace", "-s", "epsilon=[1"], "epsilon='[1' is not allowed"),
         (["-m", "linear", "-s", "weights=0.7"], "are 1 numbers for 3 experts"),
         (["--device", "meta"], "--device meta: not available here"),
         (["-s", "orientation=stored"], "use --orientation"),
@@ -204,7 +209,7 @@ def test_bad_recipes_are_explained(run: Command, models: Models, tmp_path: Path,
 
 def test_a_rule_with_options_only_leaves_the_fate_to_the_preset(run: Command, models: Models, tmp_path: Path) -> None:
     rule = "tensors: [{match: '*', options: {epsilon: 0.5}}]"
-    (tmp_path / "recipe.yaml").write_text(f"base: base\nexperts: [expert-0]\npreset: bert\n{rule}\n")
+    (tmp_path / "recipe.yaml").write_text(f"base: base\nexperts: [expert-0]\nmethod: ace\npreset: bert\n{rule}\n")
     plan = json.loads(run("plan", tmp_path / "recipe.yaml", "--json")[1])
     fates = {tensor["name"]: tensor for tensor in plan["tensors"]}
     assert fates["layers.0.bias"]["action"] == "kept"

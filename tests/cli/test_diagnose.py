@@ -39,7 +39,7 @@ def test_diagnose_command(run: Command, tmp_path: Path) -> None:
     found = json.loads(out)
     assert len(found["tensors"]) == 9
     assert found["level"] in ("good", "caution")
-    assert list(found["forecasts"]) == ["ace", "tsv_m", "task_arithmetic", "average"], "as asked for, not ranked"
+    assert list(found["forecasts"]) == ["ace_auto", "ace", "tsv_m", "task_arithmetic", "average"], "as asked for, not ranked"
 
 
 def test_diagnose_compares_what_a_recipe_asks_for(run: Command, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from model_zoo import Models
 def merged_bert(models_of: Callable[..., Models], tmp_path: Path) -> Path:
     """A merge of real models, as `acemerge merge` leaves it."""
     models = models_of(model_zoo.bert)
-    acemerge.merge(models.base, models.experts, tmp_path / "merged")
+    acemerge.merge(models.base, models.experts, tmp_path / "merged", "ace")
     return tmp_path / "merged"
 
 

@@ -20,7 +20,7 @@ from layered_models import layered
 
 
 def test_every_weight_that_experts_share_with_the_base_is_measured(family: model_zoo.Models, diagnosis: Diagnosis) -> None:
-    plan = acemerge.merge(family.base, family.experts, family.base.parent / "merged", overwrite=True)
+    plan = acemerge.merge(family.base, family.experts, family.base.parent / "merged", "ace", overwrite=True)
     fates = {record["name"]: record["action"] for record in plan.tensors}
     measured = {tensor.name: tensor.fate for tensor in diagnosis.tensors}
     assert measured.items() <= fates.items()
@@ -31,7 +31,7 @@ def test_every_weight_that_experts_share_with_the_base_is_measured(family: model
 
 
 def test_gamma_branch_ridge_and_lengths_are_those_of_the_merge(family: model_zoo.Models, diagnosis: Diagnosis) -> None:
-    merged = acemerge.merge(family.base, family.experts, family.base.parent / "merged", overwrite=True)
+    merged = acemerge.merge(family.base, family.experts, family.base.parent / "merged", "ace", overwrite=True)
     records = {record["name"]: record for record in merged.tensors}
     for tensor in diagnosis.matrices:
         record = records[tensor.name]

@@ -32,7 +32,7 @@ class RecipeFlags:
     """A recipe's fields as far as flags give them."""
 
     method: list[str] | None = option(
-        None, "Merging method, 'ace' by default; see `acemerge methods`.", "-m", "--method", metavar="NAME"
+        None, "Merging method, 'ace_auto' by default; see `acemerge methods`.", "-m", "--method", metavar="NAME"
     )
     settings: list[str] | None = option(
         None, "An option of the method, such as epsilon=1e-5; repeatable.", "-s", "--set", metavar="KEY=VALUE"

@@ -218,7 +218,7 @@ class Method:
         known = [f.name for f in fields(self.options_type)]
         for name in given:
             if name not in known:
-                hint = mergekit_hint(self.name, name) or did_you_mean(name, known)
+                hint = mergekit_hint(self.name, name) or _others_with(name, known) or did_you_mean(name, known)
                 raise InputError(f"method '{self.name}' has no option '{name}': {hint}")
         for option in self.describe_options():
             # pydantic would take true for 1.
@@ -343,6 +343,15 @@ def all_methods() -> list[Method]:
     """Every registered method, by name."""
     _discover()
     return [_registered[name] for name in sorted(_registered)]
+
+
+def _others_with(option: str, known: Sequence[str]) -> str:
+    """Which methods have an option that one has not: nobody who leaves out -m need know the default's options."""
+    others = [other.name for other in all_methods() if any(f.name == option for f in fields(other.options_type))]
+    if not others:
+        return ""
+    named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+    return f"{named} {'has' if len(others) == 1 else 'have'} it (-m {others[0]}). Known: {', '.join(sorted(known))}"
 
 
 def get_method(name: str) -> Method:

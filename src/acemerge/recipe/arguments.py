@@ -10,7 +10,7 @@ from typing import Any
 
 from acemerge.errors import InputError
 from acemerge.recipe.mergekit import convert, is_mergekit
-from acemerge.recipe.recipe import Recipe, make_recipe, read_recipe
+from acemerge.recipe.recipe import DEFAULT_METHOD, Recipe, make_recipe, read_recipe
 from acemerge.recipe.values import from_text
 
 
@@ -26,7 +26,7 @@ def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -
             raise InputError(f"{origin}: options: write them as a mapping of names to values")
         relative_to = path.parent
         # The file's options belong to its method.
-        same_method = flags.get("method") in (None, fields.get("method", "ace"))
+        same_method = flags.get("method") in (None, fields.get("method", DEFAULT_METHOD))
         options = {**(fields.get("options") or {}), **options} if same_method else options
     elif len(models) == 1:
         raise InputError(f"{models[0]}: give a base and at least one expert, or one recipe file that ends in .yaml")

@@ -133,6 +133,8 @@ def _as_expert(value: Any) -> Any:
     return {"model": value} if isinstance(value, str) else value
 
 
+DEFAULT_METHOD = "ace_auto"
+"""What merges where nobody says how: docs/results.md has what it was measured to do, and against what."""
 _A_MODEL, _A_STAGE = "(model)", "(stage)"
 """What a base is given as."""
 
@@ -145,7 +147,7 @@ class Recipe(_Strict):
         Discriminator(lambda value: _A_STAGE if isinstance(value, dict | Stage) else _A_MODEL),
     ]
     experts: Annotated[list[Expert], BeforeValidator(lambda v: [_as_expert(e) for e in v] if isinstance(v, list) else v)]
-    method: str = "ace"
+    method: str = DEFAULT_METHOD
     options: dict[str, Any] = Field(default_factory=dict)
     data: str | None = None
     """For methods that use data: one of the bench's suites, or a folder with a file per expert."""
