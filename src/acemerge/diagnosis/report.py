@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from acemerge.diagnosis.figures import figures
-from acemerge.diagnosis.findings import findings, verdict
+from acemerge.diagnosis.findings import compare_with_averaging, findings, verdict
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.layer_names import kinds_in_order
 from acemerge.reports.page import Column, Page, Provenance, Table
@@ -49,8 +49,9 @@ def _provenance(diagnosis: Diagnosis) -> Provenance:
 
 def _next(diagnosis: Diagnosis) -> dict[str, str]:
     return {
-        "See what a merge would do to every tensor": diagnosis.command("plan"),
+        "See what a merge would do to every tensor, where these models are": diagnosis.command("plan"),
         "Merge": diagnosis.command("merge", "-o", "merged", "--report"),
+        "Compare with averaging on data of yours, by a command that prints scores": compare_with_averaging(diagnosis),
     }
 
 
