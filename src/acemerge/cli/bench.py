@@ -60,7 +60,17 @@ Validated = Annotated[
     str | None,
     typer.Option(help="Methods for which to add a row with the scale alpha chosen on validation rows, separated by commas."),
 ]
-Output = Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables.")]
+
+
+def _writable(folder: Path) -> Path:
+    """Where no table can be written is told before hours of training."""
+    from acemerge.output.whole_files import check_writable
+
+    check_writable(folder, f"-o {folder}")
+    return folder
+
+
+Output = Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables.", callback=_writable)]
 SuiteName = Annotated[str, typer.Option("--suite", help=f"One of {', '.join([*SUITES, *PAPER_SUITES])}.")]
 Models = Annotated[
     Path | None,
@@ -272,9 +282,9 @@ def third_party_command(
 
 
 def demo_command(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the merged model and the table.")] = Path(
-        "demo-output"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder for the merged model and the table.", callback=_writable)
+    ] = Path("demo-output"),
     ask: Annotated[str | None, typer.Option(metavar="SENTENCE", help="Ask the model that an earlier run merged.")] = None,
 ) -> None:
     """Train four experts of a real text model, merge them, compare, and ask the merged model: a few minutes on two cores.
