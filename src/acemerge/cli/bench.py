@@ -295,13 +295,27 @@ def demo_command(
     from acemerge.bench import demo
     from acemerge.bench.tables.show import publish_table
 
+    merged = output / "merged"
     if ask is None:
         publish_table(demo.run_demo(output, say), output, "demo")
-        print(
-            f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {output / 'merged'}"
-        )
+        print(f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {merged}\n")
+        _ask_test_rows(merged)
         place = "" if output == Path("demo-output") else f" -o {output}"
-        print(f'Ask it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"\n\n"{demo.SENTENCE}"')
-    for task, answer, share in demo.ask(output / "merged", ask or demo.SENTENCE):
-        print(f"  {task}: {answer} ({share:.0%})")
-    print(f"\n{demo.HEADS_KNOW_ONE_TASK}")
+        print(f'\nAsk it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"')
+    else:
+        for task, answer, share in demo.ask(merged, dict.fromkeys(demo.heads_of(merged), ask)):
+            print(f"  {task}: {answer} ({share:.0%})")
+        print(f"\n{demo.HEADS_KNOW_ONE_TASK}")
+
+
+def _ask_test_rows(merged: Path) -> None:
+    """Each head is asked about its own task."""
+    from acemerge.bench import demo
+    from acemerge.bench.suites.registry import get_suite
+
+    questions = demo.first_questions(get_suite("demo"))
+    print("The merged model on one test row of each task, the first that fits a line, under that task's head:")
+    answers = demo.ask(merged, {question.task: question.text for question in questions})
+    for question, (_, answer, share) in zip(questions, answers, strict=True):
+        verdict = "right" if answer == question.truth else f"wrong, it is {question.truth}"
+        print(f'  {question.task}: {answer} ({share:.0%}), {verdict}: "{question.text}"')

@@ -11,7 +11,7 @@ import yaml
 
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
-from acemerge.planning.kinship import RELATED
+from acemerge.planning.kinship import IF_SWAPPED, RELATED, SWAPPED, seems_the_base
 from acemerge.reports.page import Finding, Level, gravest_first
 
 FAR = 0.3
@@ -111,6 +111,14 @@ def _said_of_cosines(ranked: Sequence[tuple[float, int, int]], names: Sequence[s
     a, b = (" and ".join(f"'{names[expert]}'" for expert in pair) for pair in (least, most))
     kind = "different" if high < ALIKE else "partly the same"
     return f"Experts changed {kind} things: cosines between their changes go from {low:.2f} ({a}) to {high:.2f} ({b})."
+
+
+def _swapped(summary: Summary) -> Iterator[Finding]:
+    """An expert that may be the base itself."""
+    inner, names = summary.inner_products, summary.diagnosis.experts
+    for t in summary.tasks:
+        if seems_the_base(inner, t):
+            yield Finding("caution", f"Expert '{names[t]}' {SWAPPED}.", f"{IF_SWAPPED[:1].upper()}{IF_SWAPPED[1:]}.")
 
 
 def _strength(summary: Summary) -> Iterator[Finding]:
@@ -244,7 +252,7 @@ def _rules(names: Sequence[str]) -> str:
 
 
 _LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
-    _origin, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks
+    _origin, _swapped, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks
 )  # fmt: skip
 
 
