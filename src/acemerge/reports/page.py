@@ -91,6 +91,8 @@ class Table:
     caption: str
     columns: Sequence[Column]
     records: Sequence[Mapping[str, str | float | None]]
+    row: str = "tensor"
+    """What each of them is about."""
 
     @property
     def rows(self) -> list[Row]:
