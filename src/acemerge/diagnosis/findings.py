@@ -106,11 +106,11 @@ def _pairs_of_experts(summary: Summary) -> Iterator[Finding]:
 
 def _said_of_cosines(ranked: Sequence[tuple[float, int, int]], names: Sequence[str]) -> str:
     if len(ranked) == 1:
-        return f"The cosine between the two experts' changes is {ranked[0][0]:.2f}."
+        return f"The cosine between the two experts' changes is {ranked[0][0]:z.2f}."
     (low, *least), (high, *most) = ranked[0], ranked[-1]
     a, b = (" and ".join(f"'{names[expert]}'" for expert in pair) for pair in (least, most))
     kind = "different" if high < ALIKE else "partly the same"
-    return f"Experts changed {kind} things: cosines between their changes go from {low:.2f} ({a}) to {high:.2f} ({b})."
+    return f"Experts changed {kind} things: cosines between their changes go from {low:z.2f} ({a}) to {high:z.2f} ({b})."
 
 
 def _swapped(summary: Summary) -> Iterator[Finding]:
@@ -141,7 +141,7 @@ def _strength(summary: Summary) -> Iterator[Finding]:
         count, tau = sum(tensor.heterogeneous for tensor in judged), diagnosis.ace["tau"]
         text = (
             f"{count} of {len(judged)} matrices are heterogeneous (gamma above tau = {tau:g}): there ACE weighs experts equally "
-            "and refines the spectrum. In the others it keeps their own strength."
+            "and refines the spectrum." + ("" if count == len(judged) else " In the others it keeps their own strength.")
         )
         none = f"None of the {len(judged)} matrices has gamma above tau = {tau:g}: ACE keeps the experts' own strength."
         if len(diagnosis.experts) > 1:

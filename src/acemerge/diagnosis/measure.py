@@ -120,6 +120,13 @@ class Diagnosis:
         """Whether a merge by ACE is among the candidates."""
         return any(parse_candidate(label)[0] == "ace" for label in self.candidates)
 
+    def __str__(self) -> str:
+        from acemerge.diagnosis.findings import findings, verdict
+
+        found = findings(self)
+        told = [f"- {finding.text} {finding.advice}".rstrip() for finding in found]
+        return "\n".join([verdict(found)[1], *told])
+
     def write_report(self, path: str | Path) -> Path:
         """As one self-contained HTML file."""
         from acemerge.diagnosis.report import diagnosis_page

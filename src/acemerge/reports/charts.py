@@ -203,6 +203,6 @@ def _label_cells(axes: Axes, mesh: Any, values: Any, decimals: int) -> None:
         red, green, blue, _ = mesh.cmap(mesh.norm(value))
         light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
         axes.text(
-            column + 0.5, row + 0.5, f"{value:.{decimals}f}", ha="center", va="center", fontsize=7,
+            column + 0.5, row + 0.5, f"{value:z.{decimals}f}", ha="center", va="center", fontsize=7,
             color="#111111" if light else "#f5f5f5",
         )  # fmt: skip
