@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,7 @@ def evaluate_command(
     A model without heads gets those of the suite's experts. If the run is interrupted, repeat the command to go on.
     """
     chosen = open_suite(suite, models, data, tasks, device, batch_size, run_generated_code)
+    chosen = replace(chosen, compute=replace(chosen.compute, quiet=quiet))
     from acemerge.bench.measure.one_model import evaluate_model
     from acemerge.bench.tables.show import publish_table
     from acemerge.checkpoints.source import resolve_source
