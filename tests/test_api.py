@@ -198,6 +198,10 @@ def test_plan_verify_and_report_from_python(tmp_path: Path) -> None:
     result = acemerge.merge(models.base, models.experts, tmp_path / "out", power=0.5, dtype="bfloat16")
     assert planned.to_json() == result.plan.to_json()
     assert str(result) == f"{tmp_path / 'out'}: 3 experts by ace_auto; 2 merged, 3 averaged, 0 kept, 1 copied"
+    assert str(result.plan) == "3 experts by ace_auto; 2 merged, 3 averaged, 0 kept, 1 copied"
+    told = str(acemerge.diagnose(models.base, models.experts, candidates=["average"])).splitlines()
+    assert told[0].startswith(("These ", "Do not "))
+    assert all(line.startswith("- ") for line in told[1:])
     assert acemerge.verify(tmp_path / "out").problems == []
     assert acemerge.report(tmp_path / "out") == tmp_path / "out.html"
     (tmp_path / "out/config.json").write_text("{}")

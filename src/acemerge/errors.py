@@ -50,8 +50,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+_FEW = 20
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A closing hint for an unknown name: the nearest known one, or all of them.
+    """A closing hint for an unknown name: the nearest known one, and all of them where they are few or none is near.
 
     >>> did_you_mean("epsilonn", ["epsilon", "tau"])
     "did you mean 'epsilon'? Known: epsilon, tau"
@@ -59,4 +62,6 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
     listing = f"Known: {', '.join(known)}"
-    return f"did you mean '{near[0]}'? {listing}" if near else listing
+    if not near:
+        return listing
+    return f"did you mean '{near[0]}'?" + (f" {listing}" if len(known) <= _FEW else "")

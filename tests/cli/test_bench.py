@@ -37,6 +37,9 @@ def test_commands_and_suites_go_together() -> None:
         (["bench", "ablation", "--suite", "text-9"], "there is no suite 'text-9': did you mean 'text-8'?"),
         (["bench", "third-party", "--suite", "gpt2-6"], "use text-8, text-14 or a vision suite"),
         (["demo", "--ask", "Hello", "-o", "nowhere"], "run `acemerge demo` first"),
+        (["demo", "-o", f"{__file__}/out"], "is a file, not a folder; give another place"),
+        (["bench", "text-8", "-o", f"{__file__}/out"], "is a file, not a folder; give another place"),
+        (["evaluate", "model", "--suite", "text-8", "-o", f"{__file__}/out"], "is a file, not a folder; give another place"),
     ],
 )
 def test_mistakes_are_told_before_any_work(

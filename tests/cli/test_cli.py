@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from acemerge.cli.tables import new_console
+from acemerge.cli.tables import TensorName, new_console, new_table
 from acemerge.execute import shard
 from acemerge.methods import all_methods
 from child import command, fork, in_child, wait
@@ -150,7 +150,7 @@ def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["-m", "acee"], "there is no method 'acee': did you mean 'ace'?"),
+        (["-m", "acee"], "there is no method 'acee': did you mean 'ace'?\n"),  # the other fifty are not listed
         (["-m", "ace", "-s", "epsilonn=1"], "method 'ace' has no option 'epsilonn': did you mean 'epsilon'?"),
         (
             ["-s", "epsilon=1"],
@@ -166,9 +166,10 @@ def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
         (["-m", "linear", "-s", "weights=0.7"], "are 1 numbers for 3 experts"),
         (["--device", "meta"], "--device meta: not available here"),
         (["-s", "orientation=stored"], "use --orientation"),
-        (["--orientation", "sideways"], "orientation"),
-        (["--dtype", "int4"], "dtype"),
-        (["--shard-size", "huge"], "write a size as 5GB"),
+        (["--orientation", "sideways"], "--orientation: "),
+        (["--dtype", "int4"], "--dtype: "),
+        (["--as", "adaptor"], "--as: "),
+        (["--shard-size", "huge"], "--shard-size: write a size as 5GB"),
         (["--preset", "berd"], "did you mean 'bert'?"),
         (["--device", "toaster"], "--device toaster: not available here"),
     ],
@@ -394,6 +395,22 @@ def test_columns_say_how_wide_a_pipe_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert in_child(lambda: print(new_console().width)).out == "200\n"
     monkeypatch.setenv("COLUMNS", "80")
     assert in_child(lambda: print(new_console().width)).out == "80\n"
+
+
+def test_names_of_tensors_go_on_behind_a_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.layers.{0..2}.post_attention_layernorm.weight"
+    why = "kept by the preset"
+
+    def show() -> None:
+        table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
+        for each in (name, "lm_head.weight"):
+            table.add_row(TensorName(each), "3 x 64x32", "float32", "kept", why)
+        new_console().print(table)
+
+    for columns, lines in (("80", ["model.layers.{0..2}.", "post_attention_layernorm.", "weight"]), ("160", [name])):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = [words[0] for words in map(str.split, in_child(show).out.splitlines()) if words]
+        assert [word for word in shown if word in name] == lines
 
 
 def test_methods_fit_80_columns_without_cutting_words(monkeypatch: pytest.MonkeyPatch) -> None:

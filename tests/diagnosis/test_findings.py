@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from small_models import write_model
 
 def said(base: Path, experts: list[Path], **options: object) -> str:
     found = findings(acemerge.diagnose(base, experts, **options))  # type: ignore[arg-type]
-    return "\n".join(f"{finding.level}: {finding.text} {finding.advice}" for finding in found)
+    return "\n".join(f"{finding.level}: {finding.text} {finding.advice} {finding.command}" for finding in found)
 
 
 def test_models_of_another_origin_are_refused(tmp_path: Path) -> None:
@@ -56,6 +57,14 @@ def test_twins_opposites_idlers_and_giants_are_named(tmp_path: Path) -> None:
     assert "'expert-0' and 'opposite' pull in opposite directions" in text
     assert "Expert 'idler' has not changed a single matrix" in text
     assert re.search(r"Expert 'giant' changed 2\d times as much", text)
+    for advised in (
+        "merge base expert-0 expert-2 expert-3 opposite idler giant -o merged\n",
+        "merge base expert-0 expert-2 expert-3 twin opposite giant -o merged\n",
+        "sweep base expert-0 opposite -m ace -m average --evaluate 'python your_score.py' -o compared\n",
+    ):
+        assert f"acemerge {advised}" in text
+    commands = re.findall("acemerge .*", text)
+    assert len(commands) == len(set(commands)), "what two findings advise is shown once"
 
 
 def test_a_dominating_regulariser_is_named_with_a_remedy(tmp_path: Path) -> None:
@@ -63,6 +72,7 @@ def test_a_dominating_regulariser_is_named_with_a_remedy(tmp_path: Path) -> None
     text = said(base, experts)
     assert "8 of 8 matrices the regulariser outweighs" in text
     assert "-s epsilon=1e-07" in text
+    assert "acemerge sweep base expert-0 expert-1 -m ace --set epsilon=1e-05,1e-07 --evaluate" in text
 
 
 def test_a_gamma_that_only_scale_makes_large_is_named(tmp_path: Path) -> None:
@@ -88,7 +98,16 @@ def test_kept_tensors_that_an_expert_changed_are_named(tmp_path: Path) -> None:
     tensors = model_zoo.read_tensors(experts[0])
     tensors["embed_tokens.weight"] *= 2
     model_zoo.write_tensors(experts[0], tensors)
-    assert "Expert 'expert-0' changed 'embed_tokens.weight' by over 10%" in said(base, experts, preset="llm")
+    text = said(base, experts, preset="llm")
+    assert "Expert 'expert-0' changed 'embed_tokens.weight' by over 10%" in text
+    assert text.count("tensors: [{match: embed_tokens.weight, do: average}]") == 1
+
+
+def test_only_the_text_of_a_recipe_with_rules_can_leave_an_expert_out(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 1, 2)
+    diagnosis = replace(acemerge.diagnose(base, experts, candidates=["average"]), arguments=("recipe.yaml",))
+    assert diagnosis.command("plan") == "acemerge plan recipe.yaml"
+    assert diagnosis.command("merge", only={0}) == ""
 
 
 def test_low_rank_changes_are_named(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_failing_to_write_keeps_finished_shards(models: Models, tmp_path: Path, 
         ("", "is not a writable folder"),
         ("model.safetensors", "expert-0/model.safetensors: cannot be read; you lack the permission"),
         ("config.json", "config.json: cannot be read (Permission denied)"),
+        (".", "expert-0: you lack the permission to read this folder"),
     ],
 )
 def test_inputs_and_outputs_without_permission(tmp_path: Path, forbidden: str, complaint: str) -> None:

@@ -55,6 +55,8 @@ def test_inputs_are_merged_averaged_kept_or_copied_in_every_family(
         assert len(used) + len(head) + len(unused) == len(used | head | unused)
         assert used
 
+    with pytest.raises(InputError, match="nowhere: no such folder"):
+        verify_output(tmp_path / "nowhere")
     found = verify_output(tmp_path / "out")
     assert not found.problems
     assert (found.tensors, found.foreign) == (len(fates), [])

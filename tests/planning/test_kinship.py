@@ -9,6 +9,7 @@ import pytest
 
 import acemerge
 from acemerge.errors import PreflightError
+from acemerge.planning.kinship import seems_the_base
 from command import Command
 from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
@@ -85,3 +86,26 @@ def test_state_dicts_in_memory_are_looked_at_too() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         acemerge.merge_state_dicts(base, {"good": fine_tuned(base, 0), "better": fine_tuned(base, 1)})
+
+
+def test_a_base_given_as_an_expert_is_told(models: Models, tmp_path: Path, run: Command) -> None:
+    first, second, third = (
+        write_model(tmp_path / name, fine_tuned(base_tensors(), seed=seed)) for seed, name in enumerate(("a", "b", "c"))
+    )
+    code, _, err = run("merge", first, models.base, second, third, "-o", tmp_path / "swapped", "-q")
+    assert code == 0
+    [line] = err.splitlines()
+    assert line.startswith("warning: expert 'base' looks like the model that the others were made from")
+    assert line.endswith("if it is the base, give it first")
+    code, out, _ = run("diagnose", first, models.base, second, "--quick", "-q")
+    assert (code, "Expert 'base' looks like the model that the others were made from" in out) == (0, True)
+    assert run("merge", models.base, first, second, third, "-o", tmp_path / "right", "-q") == (0, "", "")
+
+
+def test_experts_that_share_a_direction_are_no_bases_of_each_other() -> None:
+    together = [[1.0, 0.7, 0.7], [0.7, 1.0, 0.7], [0.7, 0.7, 1.0]]
+    assert not any(seems_the_base(together, expert) for expert in range(3))
+    on_the_way = [[1.0, 2.0], [2.0, 4.0]]  # a checkpoint half way to the other expert
+    assert not any(seems_the_base(on_the_way, expert) for expert in range(2))
+    assert [seems_the_base([[1.0, 1.0], [1.0, 2.0]], expert) for expert in range(2)] == [True, False]
+    assert not seems_the_base([[1.0]], 0)

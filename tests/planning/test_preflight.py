@@ -133,7 +133,29 @@ def test_not_enough_disk(models: Models, tmp_path: Path, monkeypatch: pytest.Mon
 def test_places_that_are_not_models(models: Models, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no weights at all" in problems(Models(models.base, [tmp_path / "empty"]), tmp_path / "out")
-    assert "no such file or folder" in problems(Models(models.base, [tmp_path / "nowhere"]), tmp_path / "out")
+    assert problems(Models(models.base, [tmp_path / "nowhere"]), tmp_path / "out").endswith("nowhere: no such file or folder")
+
+
+def test_a_path_with_a_slip_in_it(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = models.experts[0]
+    slip = first.with_name(first.name.replace("-", "_"))
+    assert problems(Models(models.base, [slip]), tmp_path / "out").endswith(f"no such file or folder; did you mean {first}?")
+    monkeypatch.chdir(first.parent.parent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    wrong = Path(f"{first.parent.name}s") / first.name  # might be one of the hub
+    assert problems(Models(models.base, [wrong]), tmp_path / "out").endswith(f"; did you mean {first.parent.name}/{first.name}?")
+
+
+def test_a_model_of_another_kind_is_one_problem(models: Models, tmp_path: Path) -> None:
+    edit(
+        models.experts[0],
+        lambda t: [t.update({name.replace("weight", "kernel"): t.pop(name)}) for name in list(t) if "weight" in name],
+    )
+    config = models.experts[0] / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "another"}))
+    message = problems(models, tmp_path / "out")
+    assert message.startswith("1 problem found")
+    assert message.endswith("(model_type 'another' against 'nobody-heard-of-it'); give the base it was fine-tuned from")
 
 
 def test_a_snapshot_in_the_hubs_cache_is_known_by_its_hub_id(models: Models, tmp_path: Path) -> None:

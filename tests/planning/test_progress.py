@@ -13,7 +13,7 @@ from rich.console import Console
 
 import acemerge
 from acemerge.planning.plan import Plan
-from acemerge.planning.progress import LiveProgress, PlainProgress, Tally
+from acemerge.planning.progress import LiveProgress, PlainProgress, Tally, tell_steps
 from small_models import fine_tuned, write_model
 
 
@@ -52,6 +52,19 @@ def test_time_left_counts_work_beyond_the_plan(
     said = re.search(r"1/9 tensors, .* (\d+) s left", capsys.readouterr().err)
     assert said is not None
     assert int(said[1]) > 31 * len(matrices)  # by bytes it would be another 31 s
+
+
+def test_a_long_pass_before_the_first_tensor_says_how_long_it_takes(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    passed = []
+    for step in tell_steps(PlainProgress(plan), "pass 1", {"large": 3.0, "small": 1.0, "last": 1.0}):
+        passed.append(step)
+        clock += 60 if step == "large" else 20
+    assert passed == ["large", "small", "last"]
+    assert capsys.readouterr().err == "pass 1: 1/3 tensors, about 40 s left of it\n"
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -145,8 +145,16 @@ def test_a_wide_table_says_that_it_goes_on(browser: Any, twelve_layers: dict[str
     page = opened.page
     assert re.fullmatch(r"\d+ more columns: scroll sideways →", page.locator("#hint").inner_text())
     page.evaluate("document.querySelector('.scroll').scrollLeft = 1e6")
-    page.wait_for_function("document.querySelector('#hint').textContent.includes('back')")
+    page.locator("#hint", has_text="back").wait_for()  # the page forbids what wait_for_function needs
     assert page.locator(".frame.more").count() == 0
+    opened.context.close()
+
+
+def test_every_picture_begins_below_its_title(browser: Any, twelve_layers: dict[str, Path]) -> None:
+    opened = Opened(browser, twelve_layers["diagnosis"], "desktop")
+    for figure in opened.page.locator("figure").all():
+        title, picture = figure.locator("h3").bounding_box(), figure.locator("svg").bounding_box()
+        assert picture["y"] - (title["y"] + title["height"]) < 12
     opened.context.close()
 
 

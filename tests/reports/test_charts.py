@@ -26,6 +26,16 @@ def test_ticks_of_a_logarithmic_scale_are_round(low: float, high: float) -> None
     assert not any("times" in label for label in labels)
 
 
+def test_no_line_runs_through_the_name_of_a_threshold() -> None:
+    drawing = lines([Panel({"a": Line([0, 1], [0.0, 1.0])}, thresholds={"tau = 0.9": 0.9})], FOR_FILES)
+    drawing.draw_without_rendering()
+    [axes] = drawing.axes
+    [name] = axes.texts
+    label, plot = name.get_window_extent(), axes.get_window_extent()
+    assert label.x0 > plot.x1
+    assert label.x1 <= drawing.bbox.x1, "it fits beside the plot"
+
+
 def test_long_names_are_cut_in_the_middle() -> None:
     names = ["somebody-bert-base-uncased-SST-2", "somebody-bert-base-uncased-MNLI"]
     chart = HeatMap([[0.0, 1.0], [1.0, 0.0]], names, names, 0.0, 1.0)

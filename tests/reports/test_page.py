@@ -63,7 +63,7 @@ def test_names_cannot_inject_anything(tmp_path: Path) -> None:
     base, experts = layered(tmp_path, 1, 1)
     acemerge.merge(base, experts, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
-    evil = "<script>alert(1)</script>\"'&"
+    evil = "<script>alert(1)</script>.\"'&"
     manifest["tensors"][0]["name"] = manifest["base"] = manifest["notes"] = evil
     manifest["notes"] = [evil]
     manifest["experts"] = [evil]

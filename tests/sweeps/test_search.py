@@ -115,6 +115,14 @@ def test_the_command_with_a_scoring_command_and_a_page(
     page = (out / "search.html").read_text()
     assert "How the search went" in page
     assert page.count("<svg") >= 1
+    assert "Every trial" in page
+    models_told = " ".join(path.name for path in (models.base, *models.experts))
+    repeated = f"acemerge sweep {models_told} -m task_arithmetic --set alpha=0..3 --search 7 --seed 0 --evaluate "
+    best = table["points"][table["best"]]["settings"]["alpha"]
+    for shown in (repeated, f"acemerge merge {models_told} -m task_arithmetic -s alpha={best} -o best"):
+        assert shown in page
+    assert page.count('title="sha256 ') == len(models.experts) + 1
+    assert str(tmp_path) not in page
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from acemerge.bench.data.task import Task
 from acemerge.bench.measure.compare import compare
 from acemerge.bench.measure.experts import Say
 from acemerge.bench.measure.merging import merge_experts
-from acemerge.bench.suites.registry import get_suite
+from acemerge.bench.suites.registry import Suite, get_suite
 from acemerge.bench.tables.tables import Table
 from acemerge.errors import InputError
 from acemerge.output.task_models import load_expert_head
@@ -15,6 +18,8 @@ from acemerge.output.task_models import load_expert_head
 METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
 SENTENCE = "A slow, dull film with wooden acting and no story at all"
 TEST_ROWS = 200
+LONGEST = 100
+"""Letters of a test row that is shown."""
 HEADS_KNOW_ONE_TASK = (
     "Each head knows sentences of its own task only, and always names one of its classes: to a film review, the heads for "
     "commit messages and news answer too, and mean little."
@@ -42,22 +47,46 @@ def _link(link: Path, folder: Path) -> None:
     link.symlink_to(folder.resolve(), target_is_directory=True)
 
 
-def ask(merged: Path, sentence: str) -> list[tuple[str, str, float]]:
-    """What one merged backbone says of a sentence under each expert's head: (task, class, probability)."""
+@dataclass(frozen=True)
+class Question:
+    """A test row, and the class that it belongs to."""
+
+    task: str
+    text: str
+    truth: str
+
+
+def first_questions(suite: Suite) -> list[Question]:
+    """Of each task the first test row that fits a line: chosen by nothing else, so the model may well be wrong."""
+    return [_first_short(task) for task in suite.tasks]
+
+
+def _first_short(task: Task) -> Question:
+    rows = task.load().test
+    texts = enumerate(" ".join(str(text).split()) for text in rows.inputs)
+    index, text = next((index, text) for index, text in texts if len(text) <= LONGEST)
+    return Question(task.name, text, task.classes[int(rows.labels[index])])
+
+
+def ask(merged: Path, sentences: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
+    """What one merged backbone says of a sentence under an expert's head, for each head named: (task, class, probability)."""
     import torch
     from transformers import AutoTokenizer
 
     from acemerge.bench.domains.text import mean_of_token_logits, quiet_transformers
 
     quiet_transformers()
-    if not (merged / "heads").is_dir():
-        raise InputError(f"{merged}: no merged model with heads; run `acemerge demo` first")
-    tokens = dict(AutoTokenizer.from_pretrained(merged)(sentence, return_tensors="pt", truncation=True))
-    answers = []
-    for head in sorted(path.name for path in (merged / "heads").iterdir()):
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    for head, sentence in sentences.items():
         model = load_expert_head(merged, head)
         with torch.inference_mode():
-            shares = mean_of_token_logits(model, tokens)[0].softmax(0)
+            shares = mean_of_token_logits(model, dict(tokenizer(sentence, return_tensors="pt", truncation=True)))[0].softmax(0)
         best = int(shares.argmax())
-        answers.append((head, model.config.id2label[best], float(shares[best])))
-    return answers
+        yield head, model.config.id2label[best], float(shares[best])
+
+
+def heads_of(merged: Path) -> list[str]:
+    """The tasks that a merged model has heads for."""
+    if not (merged / "heads").is_dir():
+        raise InputError(f"{merged}: no merged model with heads; run `acemerge demo` first")
+    return sorted(path.name for path in (merged / "heads").iterdir())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +80,7 @@ def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = Fa
     except OSError as error:
         raise InputError(f"{given}: cannot be looked up ({error.strerror})") from None
     if exists:
-        return _from_path(given, path)
+        return _from_path(given, _readable(given, path))
     model, plus, adapter = given.rpartition("+")
     if plus:
         found, change = (resolve_source(each, relative_to=relative_to, offline=offline) for each in (model, adapter))
@@ -86,8 +88,30 @@ def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = Fa
     match = _HUB_ID.fullmatch(given)
     in_a_folder_here = "/" in given and path.parent.is_dir()
     if match is None or given.startswith((".", "/", "~")) or given.endswith(weight_suffixes()) or in_a_folder_here:
-        raise InputError(f"{given}: no such file or folder")
-    return _from_hub(given, match["repo"], match["revision"], offline)
+        raise InputError(f"{given}: no such file or folder{_near(path)}")
+    try:
+        return _from_hub(given, match["repo"], match["revision"], offline)
+    except InputError as error:
+        raise InputError(f"{error}{_near(path)}") from None
+
+
+def _readable(given: str, path: Path) -> Path:
+    """A folder whose files can be looked at; a file says itself what is wrong with it."""
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise InputError(f"{given}: you lack the permission to read this folder")
+    return path
+
+
+def _near(path: Path) -> str:
+    """A closing hint at what is there under nearly that name."""
+    there = next(parent for parent in path.parents if parent.is_dir())
+    missing, *rest = path.relative_to(there).parts
+    try:
+        names = difflib.get_close_matches(missing, [each.name for each in there.iterdir()], n=3)
+    except OSError:
+        return ""
+    found = (there.joinpath(name, *rest) for name in names)
+    return next((f"; did you mean {near}?" for near in found if near.exists()), "")
 
 
 def _from_path(given: str, path: Path) -> Source:

@@ -131,6 +131,8 @@ def _leave_interrupted() -> NoReturn:
 
 def _explain(error: Exception) -> str:
     """One sentence for any failure, foreseen or not."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
     if isinstance(error, AcemergeError | OSError):
         return str(error)
     if isinstance(error, MemoryError) or re.search("can.?not allocate memory|can't allocate memory", str(error), re.I):

@@ -60,7 +60,17 @@ Validated = Annotated[
     str | None,
     typer.Option(help="Methods for which to add a row with the scale alpha chosen on validation rows, separated by commas."),
 ]
-Output = Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables.")]
+
+
+def _writable(folder: Path) -> Path:
+    """Where no table can be written is told before hours of training."""
+    from acemerge.output.whole_files import check_writable
+
+    check_writable(folder, f"-o {folder}")
+    return folder
+
+
+Output = Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables.", callback=_writable)]
 SuiteName = Annotated[str, typer.Option("--suite", help=f"One of {', '.join([*SUITES, *PAPER_SUITES])}.")]
 Models = Annotated[
     Path | None,
@@ -272,9 +282,9 @@ def third_party_command(
 
 
 def demo_command(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the merged model and the table.")] = Path(
-        "demo-output"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder for the merged model and the table.", callback=_writable)
+    ] = Path("demo-output"),
     ask: Annotated[str | None, typer.Option(metavar="SENTENCE", help="Ask the model that an earlier run merged.")] = None,
 ) -> None:
     """Train four experts of a real text model, merge them, compare, and ask the merged model: a few minutes on two cores.
@@ -285,13 +295,27 @@ def demo_command(
     from acemerge.bench import demo
     from acemerge.bench.tables.show import publish_table
 
+    merged = output / "merged"
     if ask is None:
         publish_table(demo.run_demo(output, say), output, "demo")
-        print(
-            f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {output / 'merged'}"
-        )
+        print(f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {merged}\n")
+        _ask_test_rows(merged)
         place = "" if output == Path("demo-output") else f" -o {output}"
-        print(f'Ask it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"\n\n"{demo.SENTENCE}"')
-    for task, answer, share in demo.ask(output / "merged", ask or demo.SENTENCE):
-        print(f"  {task}: {answer} ({share:.0%})")
-    print(f"\n{demo.HEADS_KNOW_ONE_TASK}")
+        print(f'\nAsk it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"')
+    else:
+        for task, answer, share in demo.ask(merged, dict.fromkeys(demo.heads_of(merged), ask)):
+            print(f"  {task}: {answer} ({share:.0%})")
+        print(f"\n{demo.HEADS_KNOW_ONE_TASK}")
+
+
+def _ask_test_rows(merged: Path) -> None:
+    """Each head is asked about its own task."""
+    from acemerge.bench import demo
+    from acemerge.bench.suites.registry import get_suite
+
+    questions = demo.first_questions(get_suite("demo"))
+    print("The merged model on one test row of each task, the first that fits a line, under that task's head:")
+    answers = demo.ask(merged, {question.task: question.text for question in questions})
+    for question, (_, answer, share) in zip(questions, answers, strict=True):
+        verdict = "right" if answer == question.truth else f"wrong, it is {question.truth}"
+        print(f'  {question.task}: {answer} ({share:.0%}), {verdict}: "{question.text}"')

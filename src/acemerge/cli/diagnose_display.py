@@ -59,7 +59,7 @@ def _print_pairs(name: str, experts: Sequence[str], matrix: Matrix) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return "" if value is None else f"{value:z.2f}"
 
 
 def _extent(values: Sequence[float]) -> str:

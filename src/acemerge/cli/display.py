@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acemerge.cli.adapter_display import adapter_lines, kinds_table
-from acemerge.cli.tables import new_console, new_table
+from acemerge.cli.tables import TensorName, new_console, new_table
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
 from acemerge.methods.registry import Kind
@@ -59,9 +59,9 @@ def print_plan(plan: Plan, verbose: bool) -> None:
     lines = [(name, [tensor]) for name, _, tensor in cells] if verbose else together(cells)
     for name, alike in lines:
         shape, *rest = _fate_cells(plan, alike[0], varying)
-        table.add_row(name, f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
+        table.add_row(TensorName(name), f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
     for name, original in plan.omitted.items():
-        table.add_row(name, "", "", "tied", f"stored once, as {original}")
+        table.add_row(TensorName(name), "", "", "tied", f"stored once, as {original}")
     console = new_console()
     console.print(table)
     _print_summary(plan, console)
@@ -169,7 +169,7 @@ def _facts_table(records: Sequence[Mapping[str, Any]]) -> Table:
     }
     table = new_table("tensor", "fate", *shown.values(), right=list(shown.values()))
     for record in records:
-        table.add_row(record["name"], record["action"], *(_figure(record.get(fact, "")) for fact in shown))
+        table.add_row(TensorName(record["name"]), record["action"], *(_figure(record.get(fact, "")) for fact in shown))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -45,11 +46,13 @@ def evaluate_command(
     A model without heads gets those of the suite's experts. If the run is interrupted, repeat the command to go on.
     """
     chosen = open_suite(suite, models, data, tasks, device, batch_size, run_generated_code)
+    chosen = replace(chosen, compute=replace(chosen.compute, quiet=quiet))
     from acemerge.bench.measure.one_model import evaluate_model
-    from acemerge.bench.tables.show import check_folder, publish_table
+    from acemerge.bench.tables.show import publish_table
     from acemerge.checkpoints.source import resolve_source
+    from acemerge.output.whole_files import check_writable
 
-    check_folder(output)
+    check_writable(output, f"-o {output}")
     source = resolve_source(model)
     compared = chosen.normalised if with_experts is None else with_experts
     table = evaluate_model(chosen, source, limit or chosen.limit, compared, _say_nothing if quiet else say)

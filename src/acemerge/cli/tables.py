@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 
 class _PatientConsole(Console):
@@ -31,3 +34,24 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
+
+
+class TensorName:
+    """In a cell: where it does not fit, it goes on behind a dot in the next line, and not in the middle of a word."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._parts = re.findall(r"(?:\{[^}]*\}|[^.{])+\.?|[.{]", name)  # {0..5} stays whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for part in self._parts:
+            if len(lines[-1]) + len(part) <= options.max_width:
+                lines[-1] += part
+            else:
+                lines.append(f"  {part}")
+        yield Text("\n".join(line for line in lines if line), overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max(map(len, self._parts), default=1)
+        return Measurement(min(2 + longest, options.max_width), min(max(len(self._name), 1), options.max_width))

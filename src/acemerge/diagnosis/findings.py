@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+
+import yaml
 
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
-from acemerge.planning.kinship import RELATED
+from acemerge.planning.kinship import IF_SWAPPED, RELATED, SWAPPED, seems_the_base
 from acemerge.reports.page import Finding, Level, gravest_first
 
 FAR = 0.3
@@ -19,6 +22,7 @@ NEAR_ONE = 1.0
 STRONG = 10.0
 """Times the median energy: an expert that overrules the others where nothing is normalised."""
 RIDGE_DOMINATES, CENTRED_AWAY, KEPT_CHANGE, LOW_RANK = 0.5, 0.3, 0.1, 0.999
+_MOST_RULES = 4
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
@@ -27,7 +31,13 @@ def findings(diagnosis: Diagnosis) -> list[Finding]:
     found = [finding for look in _LOOKS for finding in look(summary)]
     if any(finding.level == "stop" for finding in found):
         found = [finding for finding in found if finding.level != "good"]
-    return gravest_first(found)
+    return gravest_first(_each_command_once(found))
+
+
+def _each_command_once(found: list[Finding]) -> list[Finding]:
+    """What two findings advise is to be run once."""
+    first = {finding.command: i for i, finding in reversed(list(enumerate(found)))}
+    return [replace(finding, command=finding.command if first[finding.command] == i else "") for i, finding in enumerate(found)]
 
 
 def verdict(found: list[Finding]) -> tuple[Level, str]:
@@ -47,12 +57,14 @@ def verdict(found: list[Finding]) -> tuple[Level, str]:
 def _origin(summary: Summary) -> Iterator[Finding]:
     """Whether the experts are fine-tunes of the base at all."""
     names, changes = summary.diagnosis.experts, summary.relative_changes
-    for name, cosine, change, energy in zip(names, summary.base_cosines, changes, summary.energies, strict=True):
+    measured = zip(names, summary.base_cosines, changes, summary.energies, strict=True)
+    for t, (name, cosine, change, energy) in enumerate(measured):
         if energy == 0:
             yield Finding(
                 "caution",
                 f"Expert '{name}' has not changed a single matrix.",
                 "Leave it out: it adds nothing, and averaging dilutes the other experts with it.",
+                _merge_without(summary, t),
             )
         elif cosine is not None and cosine < RELATED and name not in summary.diagnosis.adapters:
             yield Finding(
@@ -66,6 +78,7 @@ def _origin(summary: Summary) -> Iterator[Finding]:
                 "caution",
                 f"Expert '{name}' moved far from the base: its change is {change:.0%} of the base's own length.",
                 "Make sure that this is its base. After long training merged models lose more; evaluate with care.",
+                compare_with_averaging(summary.diagnosis),
             )
 
 
@@ -78,12 +91,14 @@ def _pairs_of_experts(summary: Summary) -> Iterator[Finding]:
                 "caution",
                 f"Experts '{names[s]}' and '{names[t]}' made nearly the same change (cosine {cosine:.3f}).",
                 "Keep one of them: twice the same expert counts double.",
+                _merge_without(summary, t),
             )
         elif cosine < OPPOSED:
             yield Finding(
                 "caution",
                 f"Experts '{names[s]}' and '{names[t]}' pull in opposite directions (cosine {cosine:.2f}).",
                 "No single model can follow both; evaluate these two first, or leave one out.",
+                compare_with_averaging(summary.diagnosis, only={s, t}),
             )
     if ranked and ranked[0][0] >= OPPOSED and ranked[-1][0] <= DUPLICATE:
         yield Finding("good", _said_of_cosines(ranked, names))
@@ -91,11 +106,19 @@ def _pairs_of_experts(summary: Summary) -> Iterator[Finding]:
 
 def _said_of_cosines(ranked: Sequence[tuple[float, int, int]], names: Sequence[str]) -> str:
     if len(ranked) == 1:
-        return f"The cosine between the two experts' changes is {ranked[0][0]:.2f}."
+        return f"The cosine between the two experts' changes is {ranked[0][0]:z.2f}."
     (low, *least), (high, *most) = ranked[0], ranked[-1]
     a, b = (" and ".join(f"'{names[expert]}'" for expert in pair) for pair in (least, most))
     kind = "different" if high < ALIKE else "partly the same"
-    return f"Experts changed {kind} things: cosines between their changes go from {low:.2f} ({a}) to {high:.2f} ({b})."
+    return f"Experts changed {kind} things: cosines between their changes go from {low:z.2f} ({a}) to {high:z.2f} ({b})."
+
+
+def _swapped(summary: Summary) -> Iterator[Finding]:
+    """An expert that may be the base itself."""
+    inner, names = summary.inner_products, summary.diagnosis.experts
+    for t in summary.tasks:
+        if seems_the_base(inner, t):
+            yield Finding("caution", f"Expert '{names[t]}' {SWAPPED}.", f"{IF_SWAPPED[:1].upper()}{IF_SWAPPED[1:]}.")
 
 
 def _strength(summary: Summary) -> Iterator[Finding]:
@@ -111,13 +134,14 @@ def _strength(summary: Summary) -> Iterator[Finding]:
                     f"Expert '{name}' changed {energy / middle:.0f} times as much (in energy) as the middle one.",
                     "Averaging and task arithmetic will follow it. ACE normalises such layers where gamma > tau; see the first "
                     "figure.",
+                    compare_with_averaging(summary.diagnosis),
                 )
     judged = [tensor for tensor in diagnosis.matrices if tensor.gamma is not None]
     if judged:
         count, tau = sum(tensor.heterogeneous for tensor in judged), diagnosis.ace["tau"]
         text = (
             f"{count} of {len(judged)} matrices are heterogeneous (gamma above tau = {tau:g}): there ACE weighs experts equally "
-            "and refines the spectrum. In the others it keeps their own strength."
+            "and refines the spectrum." + ("" if count == len(judged) else " In the others it keeps their own strength.")
         )
         none = f"None of the {len(judged)} matrices has gamma above tau = {tau:g}: ACE keeps the experts' own strength."
         if len(diagnosis.experts) > 1:
@@ -138,18 +162,21 @@ def _scale(summary: Summary) -> Iterator[Finding]:
             f"In {len(near_one)} of {len(judged)} matrices gamma is large because the experts' energies lie near 1, where its "
             "denominator vanishes, not because experts differ more than elsewhere: gamma depends on the scale of the weights.",
             "Which of ACE's branches suits them, a test has to say.",
+            _sweep(summary.diagnosis, "-m", "ace", "--set", f"tau={summary.diagnosis.ace['tau']:g},1e9"),
         )
 
 
 def _regularisation(summary: Summary) -> Iterator[Finding]:
     matrices = [tensor for tensor in summary.diagnosis.matrices if tensor.ridge_share is not None]
     heavy = [tensor for tensor in matrices if (tensor.ridge_share or 0) > RIDGE_DOMINATES]
+    epsilon = summary.diagnosis.ace["epsilon"]
     if heavy:
         yield Finding(
             "caution",
             f"In {len(heavy)} of {len(matrices)} matrices the regulariser outweighs the experts' covariances "
-            f"(epsilon {summary.diagnosis.ace['epsilon']:g} against changes this small), so ACE is close to averaging there.",
-            f"Evaluate a smaller epsilon as well, such as -s epsilon={summary.diagnosis.ace['epsilon'] / 100:g}",
+            f"(epsilon {epsilon:g} against changes this small), so ACE is close to averaging there.",
+            f"Evaluate a smaller epsilon as well, such as -s epsilon={epsilon / 100:g}",
+            _sweep(summary.diagnosis, "-m", "ace", "--set", f"epsilon={epsilon:g},{epsilon / 100:g}"),
         )
 
 
@@ -161,6 +188,7 @@ def _centring(summary: Summary) -> Iterator[Finding]:
                 "caution",
                 f"{share:.0%} of the change of expert '{name}' lies in column means, which ACE takes for noise and removes.",
                 "The assumption of zero means does not hold for it; evaluate its task first.",
+                compare_with_averaging(summary.diagnosis),
             )
 
 
@@ -177,6 +205,7 @@ def _kept(summary: Summary) -> Iterator[Finding]:
                 f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}, and the preset '{diagnosis.preset}' "
                 "keeps the base's values.",
                 "If the expert depends on it, add a recipe rule {match: PATTERN, do: average} (or do: merge).",
+                _rules(changed),
             )
 
 
@@ -198,11 +227,32 @@ def _ranks(summary: Summary) -> Iterator[Finding]:
             "expert's inputs is mostly the adapter's random start, so ACE's objective says little here: where it was measured, "
             "averaging LoRA experts kept 93% of their accuracy and ACE with its defaults 63% (docs/adapters.md).",
             "Merge by averaging as well, and evaluate both.",
+            compare_with_averaging(summary.diagnosis),
         )
 
 
+def compare_with_averaging(diagnosis: Diagnosis, only: Collection[int] | None = None) -> str:
+    """On data of the user's: the base, the experts and averaging are scored besides."""
+    return _sweep(diagnosis, "-m", "ace", "-m", "average", only=only)
+
+
+def _sweep(diagnosis: Diagnosis, *settings: str, only: Collection[int] | None = None) -> str:
+    return diagnosis.command("sweep", *settings, "--evaluate", "python your_score.py", "-o", "compared", only=only)
+
+
+def _merge_without(summary: Summary, expert: int) -> str:
+    others = {t for t in summary.tasks if t != expert}
+    return summary.diagnosis.command("merge", "-o", "merged", only=others)
+
+
+def _rules(names: Sequence[str]) -> str:
+    """For a recipe."""
+    rules = [{"match": name, "do": "average"} for name in names[:_MOST_RULES]]
+    return yaml.safe_dump({"tensors": rules}, default_flow_style=True, sort_keys=False, width=math.inf).strip().strip("{}")
+
+
 _LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
-    _origin, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks
+    _origin, _swapped, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -106,14 +106,26 @@ class Diagnosis:
         """What ACE would merge."""
         return [tensor for tensor in self.tensors if tensor.fate == "merged"]
 
-    def command(self, verb: str, *more: str) -> str:
-        """A command line about the same models."""
-        return shlex.join(["acemerge", verb, *self.arguments, *more])
+    def command(self, verb: str, *more: str, only: Collection[int] | None = None) -> str:
+        """A command line about the same models, or some of the experts; empty where just a recipe's text can leave some out."""
+        if only is None:
+            return shlex.join(["acemerge", verb, *self.arguments, *more])
+        models, flags = self.arguments[: len(self.experts) + 1], self.arguments[len(self.experts) + 1 :]
+        if not only or len(models) <= len(self.experts):
+            return ""
+        return shlex.join(["acemerge", verb, models[0], *(models[t + 1] for t in sorted(only)), *flags, *more])
 
     @property
     def compares_ace(self) -> bool:
         """Whether a merge by ACE is among the candidates."""
         return any(parse_candidate(label)[0] == "ace" for label in self.candidates)
+
+    def __str__(self) -> str:
+        from acemerge.diagnosis.findings import findings, verdict
+
+        found = findings(self)
+        told = [f"- {finding.text} {finding.advice}".rstrip() for finding in found]
+        return "\n".join([verdict(found)[1], *told])
 
     def write_report(self, path: str | Path) -> Path:
         """As one self-contained HTML file."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from acemerge.diagnosis.figures import figures
-from acemerge.diagnosis.findings import findings, verdict
+from acemerge.diagnosis.findings import compare_with_averaging, findings, verdict
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.layer_names import kinds_in_order
-from acemerge.reports.page import Column, Page, Provenance, Table
+from acemerge.reports.page import Column, Finding, Page, Provenance, Table
 
 _COLUMNS_OF_ACE = (
     Column("gamma", "gamma", "heterogeneity of the experts' energies, which chooses ACE's branch", ".3f"),
@@ -35,7 +35,7 @@ def diagnosis_page(diagnosis: Diagnosis) -> Page:
         figures=figures(diagnosis),
         table=tensor_table(diagnosis),
         provenance=_provenance(diagnosis),
-        commands={} if level == "stop" else _next(diagnosis),
+        commands={} if level == "stop" else _next(diagnosis, found),
         details={"Notes": "\n".join(diagnosis.notes)} if diagnosis.notes else {},
     )
 
@@ -47,11 +47,14 @@ def _provenance(diagnosis: Diagnosis) -> Provenance:
     return Provenance(command, diagnosis.versions, diagnosis.inputs, "where these models are")
 
 
-def _next(diagnosis: Diagnosis) -> dict[str, str]:
-    return {
-        "See what a merge would do to every tensor": diagnosis.command("plan"),
+def _next(diagnosis: Diagnosis, found: Sequence[Finding]) -> dict[str, str]:
+    advised = {finding.command for finding in found}
+    commands = {
+        "See what a merge would do to every tensor, where these models are": diagnosis.command("plan"),
         "Merge": diagnosis.command("merge", "-o", "merged", "--report"),
+        "Compare with averaging on data of yours, by a command that prints scores": compare_with_averaging(diagnosis),
     }
+    return {purpose: command for purpose, command in commands.items() if command not in advised}
 
 
 def _facts(diagnosis: Diagnosis) -> dict[str, str]:

@@ -28,9 +28,14 @@ class Summary:
         return range(len(self.diagnosis.experts))
 
     @cached_property
+    def inner_products(self) -> list[list[float]]:
+        """Of the experts' changes, over all merged matrices."""
+        return self._pairs(lambda tensor, s, t: tensor.entries.inner[s][t])
+
+    @cached_property
     def cosines(self) -> Matrix:
         """Of the experts' changes over all merged matrices; None where an expert changed nothing."""
-        inner = self._pairs(lambda tensor, s, t: tensor.entries.inner[s][t])
+        inner = self.inner_products
         energy = [inner[t][t] for t in self.tasks]
         return self._matrix(lambda s, t: _over(inner[s][t], math.sqrt(energy[s] * energy[t])))
 

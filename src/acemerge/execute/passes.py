@@ -18,7 +18,7 @@ from acemerge.numerics.pieces import Piece
 from acemerge.output.input_hashes import Hashes
 from acemerge.planning.fates import Core, Setting
 from acemerge.planning.plan import Plan
-from acemerge.planning.progress import Progress
+from acemerge.planning.progress import Progress, tell_steps
 from acemerge.planning.tensor import ComputedTensor, apart, computed
 from acemerge.tensors.nonfinite import excuse_nonfinite
 from acemerge.tensors.task_vectors import load_task_vectors, pieces_context, stored_values, tensor_context
@@ -80,9 +80,10 @@ def _run_passes(passes: Sequence[_Pass], device: torch.device, progress: Progres
     number, unsound = 0, set[str]()
     while passes:
         number += 1
-        names = dict.fromkeys(name for each in passes for name in each.tensors if name not in unsound)
-        progress.say(f"statistics pass {number}: {len(names)} tensors")
-        for name in names:
+        sizes = {name: t.header.nbytes for each in passes for name, t in each.tensors.items() if name not in unsound}
+        phase = f"statistics pass {number}"
+        progress.say(f"{phase}: {len(sizes)} tensors")
+        for name in tell_steps(progress, phase, sizes):
             if not _show([each for each in passes if name in each.tensors], name, device, first=number == 1):
                 unsound.add(name)
         passes = [each for each in passes if each.statistics.end_pass()]

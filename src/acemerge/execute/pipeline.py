@@ -28,7 +28,6 @@ from acemerge.output.task_models import write_heads
 from acemerge.planning.kinship import refused_strangers
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress, show_progress
-from acemerge.planning.shares import ACTIONS
 from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.reports.figure import check_installed
@@ -58,9 +57,8 @@ class MergeResult:
         ]
 
     def __str__(self) -> str:
-        fates = ", ".join(f"{self.plan.count(action)} {action}" for action in ACTIONS)
         warned = f"; {len(self.warnings)} warnings" if self.warnings else ""
-        return f"{self.output}: {len(self.plan.experts)} experts by {self.plan.method.name}; {fates}{warned}"
+        return f"{self.output}: {self.plan}{warned}"
 
 
 def run_merge(

@@ -244,8 +244,6 @@ def read_manifest(folder: Path, *, cure: str = MERGE_AGAIN) -> Manifest | Export
 
 def read_merge(folder: Path) -> Manifest:
     """The same of a folder that must be a merge."""
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
     content = _content(folder, "`acemerge merge`")
     if "exported" in content:
         raise InputError(f"{folder}: is one task's model, made by `acemerge task`; give the merged folder it came from")
@@ -263,6 +261,8 @@ def is_export(folder: Path) -> bool:
 
 
 def _content(folder: Path, writer: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
     if not (folder / MANIFEST).is_file():
         raise InputError(f"{folder}: has no {MANIFEST}, so it is not an output of {writer}")
     return read_json(folder / MANIFEST, _LARGEST)

@@ -7,6 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from acemerge.errors import InputError
+
+
+def check_writable(folder: Path, asked: str) -> None:
+    """Refuse early a place where nothing can be written, even if it is to be made first; `asked` is how it was asked for."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise InputError(f"{asked}: {there} is a file, not a folder; give another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{asked}: you may not write to {there}; give another place")
+
 
 @contextmanager
 def replace_file(file: Path, *, alone: bool = False) -> Iterator[Path]:

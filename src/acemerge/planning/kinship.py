@@ -6,13 +6,14 @@ Merging a stranger gives noise; a copy of the base makes the others count for le
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
+from acemerge.checkpoints.folder import Checkpoint
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor, computed
 
@@ -21,6 +22,9 @@ RELATED = 0.5
 _BEYOND_DOUBT = 0.25
 """Below this an expert is refused. Even one whose change is twice as long as the base itself has 0.45."""
 _MATRICES, _ENTRIES = 3, 2**16
+_ALIKE, _UNRELATED = 0.5, 0.25
+_ENOUGH = 200
+"""Entries: directions of fewer are alike by chance."""
 
 
 def with_kinship(plan: Plan) -> Plan:
@@ -28,7 +32,7 @@ def with_kinship(plan: Plan) -> Plan:
     distant = _find_distant(plan)
     strangers = tuple(said for said, cosine in distant if cosine < _BEYOND_DOUBT)
     doubts = tuple(said for said, cosine in distant if cosine >= _BEYOND_DOUBT)
-    return replace(plan, strangers=strangers, doubts=(*doubts, *_find_copies(plan), *_find_twins(plan)))
+    return replace(plan, strangers=strangers, doubts=(*doubts, *_find_copies(plan), *_find_twins(plan), *_find_swapped(plan)))
 
 
 def refused_strangers(plan: Plan) -> list[str]:
@@ -96,6 +100,52 @@ def _find_twins(plan: Plan) -> Iterator[str]:
                 f"experts '{first.name}' and '{second.name}' are the same, weight for weight: what they changed counts twice; "
                 "leave one out"
             )
+
+
+def _find_swapped(plan: Plan) -> Iterator[str]:
+    """Experts that may be the base of all, by the first entries of a few matrices."""
+    full = [] if plan.recipe.slices else [t for t, expert in enumerate(plan.experts) if expert.changes is None]
+    stored = {t: {planned.name: name for planned, name in _matrices_of(plan, t)} for t in full}
+    everywhere = [name for name in stored[full[0]] if all(name in own for own in stored.values())] if len(full) > 1 else []
+    if not everywhere:
+        return
+    chosen = [everywhere[i * (len(everywhere) - 1) // (_MATRICES - 1)] for i in range(_MATRICES)]
+    base = _first_entries(plan.base, chosen)
+    if len(base) < _ENOUGH:
+        return
+    changes = torch.stack([_first_entries(plan.experts[t], [stored[t][name] for name in chosen]) - base for t in full])
+    inner = (changes @ changes.T).tolist()
+    for place, t in enumerate(full):
+        if seems_the_base(inner, place):
+            yield f"expert '{plan.experts[t].name}' {SWAPPED}; {IF_SWAPPED}"
+
+
+def _first_entries(model: Checkpoint, names: Sequence[str]) -> Tensor:
+    return torch.cat([model.read(name).reshape(-1)[:_ENTRIES].double() for name in names])
+
+
+SWAPPED = (
+    "looks like the model that the others were made from: seen from the base that was given, it and they changed in the same "
+    "direction, and seen from it the others changed in directions of their own"
+)
+IF_SWAPPED = "if it is the base, give it first"
+
+
+def seems_the_base(inner: Sequence[Sequence[float]], expert: int) -> bool:
+    """Whether the others seem to have been trained from this expert, by the inner products of all changes.
+
+    Fine-tunes that are unrelated have a right angle between them at the model they come from, and half of it at each other.
+    """
+    own = inner[expert][expert]
+    for other in (t for t in range(len(inner)) if t != expert):
+        shared, energy = inner[expert][other], inner[other][other]
+        apart = own + energy - 2 * shared
+        if not (own > 0 and energy > 0 and apart > 0):
+            return False
+        alike, unrelated = shared / math.sqrt(own * energy), (own - shared) / math.sqrt(own * apart)
+        if not (alike > _ALIKE and abs(unrelated) < _UNRELATED):
+            return False
+    return len(inner) > 1
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

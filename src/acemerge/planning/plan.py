@@ -64,6 +64,10 @@ class Plan:
     cautions: tuple[str, ...] = ()
     """What the finished merge itself says, and so is noted last."""
 
+    def __str__(self) -> str:
+        fates = ", ".join(f"{self.count(action)} {action}" for action in ACTIONS)
+        return f"{len(self.experts)} experts by {self.method.name}; {fates}"
+
     @cached_property
     def shards(self) -> dict[str, tuple[PlannedTensor, ...]]:
         """Output file name -> its tensors, filled in order up to the shard size; an adapter is one file."""

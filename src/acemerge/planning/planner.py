@@ -410,7 +410,8 @@ class _Planner:
                 for t in taking_part
                 if all(source.expert != index for source in t.experts) and not self._left_out(t.name, expert.name)
             ]
-            if not lacking:
+            is_explained = expert.name in self.strangers and self._other_kind(expert)
+            if not lacking or is_explained:
                 continue
             listing = _some(lacking)
             if self.recipe.missing == "skip":
@@ -527,7 +528,7 @@ class _Planner:
             noun, verb = ("tensor", "is") if len(names) == 1 else ("tensors", "are")
             self.problems.append(
                 f"{noun} {listing}{more} of expert {expert.where} {verb} not in base {self.base.where}{kinds}; give "
-                f"the base it was fine-tuned from{_alternative(names[0], expert)}"
+                f"the base it was fine-tuned from{'' if kinds else _alternative(names[0], expert)}"
             )
 
     def _is_tied_in(self, expert: Checkpoint, name: str) -> bool:

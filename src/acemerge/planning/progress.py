@@ -59,6 +59,8 @@ class SharedProgress:
             self._progress.say(message)
 
 
+_QUIET = 30
+"""Seconds after which something is said."""
 NO_MORE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -103,7 +105,7 @@ class PlainProgress:
         share, now = self._tally.share, time.monotonic()
         quiet_for = now - self._printed
         all_done = self._tally.done_tensors == self._tally.tensors
-        if (share >= self._next_share and quiet_for > 1) or quiet_for > 30 or all_done:
+        if (share >= self._next_share and quiet_for > 1) or quiet_for > _QUIET or all_done:
             self._next_share = (int(share * 10) + 1) / 10
             self._printed = now
             self._print_line(max(1e-6, now - self._started))
@@ -154,6 +156,20 @@ class LiveProgress:
     def say(self, message: str) -> None:
         """Above the bar."""
         self.bar.console.print(message, highlight=False, markup=False)
+
+
+def tell_steps(progress: Progress, phase: str, steps: Mapping[str, float]) -> Iterator[str]:
+    """The steps of a phase before the first tensor is merged, each with its work: a line for every half a minute of it."""
+    started = told = time.monotonic()
+    whole, done = sum(steps.values()), 0.0
+    for number, (step, work_of_it) in enumerate(steps.items()):
+        now = time.monotonic()
+        if now - told > _QUIET and done:
+            told = now
+            left = (now - started) * (whole - done) / done
+            progress.say(f"{phase}: {number}/{len(steps)} tensors, about {left:.0f} s left of it")
+        done += work_of_it
+        yield step
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from acemerge.errors import InputError
 from acemerge.recipe.mergekit import convert, is_mergekit
-from acemerge.recipe.recipe import DEFAULT_METHOD, Recipe, make_recipe, read_recipe
+from acemerge.recipe.recipe import COMMAND_LINE, DEFAULT_METHOD, Recipe, make_recipe, read_recipe
 from acemerge.recipe.values import from_text
 
 
@@ -31,7 +31,7 @@ def recipe_from(models: list[str], settings: list[str], flags: dict[str, Any]) -
     elif len(models) == 1:
         raise InputError(f"{models[0]}: give a base and at least one expert, or one recipe file that ends in .yaml")
     else:
-        fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, "command line", Path()
+        fields, origin, relative_to = {"base": models[0], "experts": models[1:]}, COMMAND_LINE, Path()
     refuse_flags(options)
     return make_recipe({**fields, **flags, "options": options}, origin), relative_to
 

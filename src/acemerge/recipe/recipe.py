@@ -133,6 +133,8 @@ def _as_expert(value: Any) -> Any:
     return {"model": value} if isinstance(value, str) else value
 
 
+COMMAND_LINE = "command line"
+"""Where a recipe comes from that is no file."""
 DEFAULT_METHOD = "ace_auto"
 """What merges where nobody says how: docs/results.md has what it was measured to do, and against what."""
 _A_MODEL, _A_STAGE = "(model)", "(stage)"
@@ -208,7 +210,7 @@ def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(_with_bases(fields))
     except ValidationError as error:
-        raise InputError("\n".join(f"{origin}: {_explain(dict(e))}" for e in error.errors())) from None
+        raise InputError("\n".join(_explain(origin, dict(e)) for e in error.errors())) from None
 
 
 def _with_bases(fields: Any) -> Any:
@@ -225,20 +227,22 @@ def _staged(model: Any, outer: dict[str, Any]) -> Any:
     return {**model, "merge": _with_bases({**outer, **model["merge"]})}
 
 
-def _explain(error: dict[str, Any]) -> str:
+def _explain(origin: str, error: dict[str, Any]) -> str:
     """One of pydantic's findings, in words."""
     where = ".".join(str(part) for part in error["loc"] if part not in (_A_MODEL, _A_STAGE))
     reason = str(error["msg"]).removeprefix("Value error, ")
     if not where:
-        return reason
+        return f"{origin}: {reason}"
     if error["type"] == "extra_forbidden":
         *path, field = error["loc"]
         kinds: dict[str, type[_Strict]] = {
             "tensors": TensorRule, "slices": Slice, "token_sources": TokenSource, "experts": Expert, "merge": Recipe,
         }  # fmt: skip
         known = next((kinds[part].model_fields for part in reversed(path) if part in kinds), Recipe.model_fields)
-        return f"{where}: there is no such field: {did_you_mean(str(field), known)}"
-    return f"{where}: {reason} (given: {reprlib.repr(error['input'])})"
+        return f"{origin}: {where}: there is no such field: {did_you_mean(str(field), known)}"
+    by_flag = origin == COMMAND_LINE and len(error["loc"]) == 1
+    asked = f"--{'as' if where == 'save_as' else where.replace('_', '-')}" if by_flag else f"{origin}: {where}"
+    return f"{asked}: {reason} (given: {reprlib.repr(error['input'])})"
 
 
 _NO_NAME = "<byte string>"  # what YAML calls a file that it is given the content of

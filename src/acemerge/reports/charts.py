@@ -94,17 +94,10 @@ def _draw_panel(axes: Axes, panel: Panel, labels: Sequence[str], palette: Palett
         axes.plot(panel.reference.x, panel.reference.y, color=palette.ink, linewidth=1, linestyle=(0, (2, 2)))
     for meaning, value in (panel.thresholds or {}).items():
         axes.axhline(value, color=palette.ink, linewidth=0.9, linestyle=(0, (5, 2)))
-        axes.annotate(
-            meaning,
-            (1, value),
-            (0, 2),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=7.5,
-            color=palette.ink,
-        )
+        axes.annotate(  # beside the axes, where no line can run through it
+            meaning, (1, value), (3, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+            ha="left", va="center", fontsize=7.5, color=palette.ink,
+        )  # fmt: skip
     if panel.logarithmic:
         axes.set_yscale("log")
         _round_ticks(axes.yaxis, *axes.get_ylim())
@@ -210,6 +203,6 @@ def _label_cells(axes: Axes, mesh: Any, values: Any, decimals: int) -> None:
         red, green, blue, _ = mesh.cmap(mesh.norm(value))
         light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
         axes.text(
-            column + 0.5, row + 0.5, f"{value:.{decimals}f}", ha="center", va="center", fontsize=7,
+            column + 0.5, row + 0.5, f"{value:z.{decimals}f}", ha="center", va="center", fontsize=7,
             color="#111111" if light else "#f5f5f5",
         )  # fmt: skip

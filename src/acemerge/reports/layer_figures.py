@@ -80,6 +80,7 @@ def expert_by_layer_figure(
         return []
     chart = HeatMap(
         values, experts, ["-" if place is None else str(place) for place in places], min(positive), max(positive), "magma_r",
-        x_label="layer (-: outside of layers)", logarithmic=max(positive) > 1.01 * min(positive), decimals=3,
+        x_label="layer (-: outside of layers)" if None in places else "layer",
+        logarithmic=max(positive) > 1.01 * min(positive), decimals=3,
     )  # fmt: skip
     return [Figure(name, title, caption, alternative, partial(heat_map, chart))]

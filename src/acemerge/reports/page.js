@@ -19,7 +19,7 @@
       count += !row.hidden;
       away += folded;
     }
-    shown.textContent = `${count} of ${rows.length} tensors` + (away ? `; ${away} more are kept` : "");
+    shown.textContent = `${count} of ${rows.length} ${shown.dataset.row}s` + (away ? `; ${away} more are kept` : "");
   };
   name.addEventListener("input", filter);
   for (const select of selects) select.addEventListener("change", filter);

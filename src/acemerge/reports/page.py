@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from acemerge.errors import InputError
-from acemerge.output.whole_files import replace_file
+from acemerge.output.whole_files import check_writable, replace_file
 from acemerge.reports.figure import Figure
 from acemerge.version import __version__
 
@@ -92,6 +91,8 @@ class Table:
     caption: str
     columns: Sequence[Column]
     records: Sequence[Mapping[str, str | float | None]]
+    row: str = "tensor"
+    """What each of them is about."""
 
     @property
     def rows(self) -> list[Row]:
@@ -180,12 +181,10 @@ def check_report(path: Path | None, figures: Path | None = None) -> None:
     """Refuse early what no report could be written to, before anything is measured for it."""
     if path is not None and path.is_dir():
         raise InputError(f"-o {path}: is a folder; give the name of a file, such as {path / 'report.html'}")
-    for option, folder in (("-o", path.parent if path else None), ("--figures", figures)):
-        there = next((place for place in (folder, *folder.parents) if place.exists()), None) if folder else None
-        if there is not None and not there.is_dir():
-            raise InputError(f"{option} {folder}: {there} is a file, not a folder")
-        if there is not None and not os.access(there, os.W_OK):
-            raise InputError(f"{option} {folder}: you may not write to {there}")
+    if path is not None:
+        check_writable(path.parent, f"-o {path}")
+    if figures is not None:
+        check_writable(figures, f"--figures {figures}")
 
 
 def write_report(page: Page, path: Path) -> Path:

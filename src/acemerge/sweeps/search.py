@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from acemerge.calibration.suite import Suite
-from acemerge.checkpoints.source import expand_home
+from acemerge.checkpoints.source import Sources, expand_home
 from acemerge.errors import InputError, PreflightError
 from acemerge.execute.opening import Scene, note_kinship, set_scene
 from acemerge.execute.pipeline import Executor, check_run, open_engine, tell_kinship
 from acemerge.methods import get_method
 from acemerge.output.input_hashes import hashing_inputs
+from acemerge.output.model_card import public_names
 from acemerge.output.publishing import locked
 from acemerge.output.staging import check_place
 from acemerge.planning.kinship import refused_strangers
@@ -136,8 +137,14 @@ def run_search(
             sweep.keep_best()
             score_references(sweep.references(), recipe)
             if run.report:
-                write_report(search_page(table, options.objective), output / REPORT)
+                page = search_page(table, options.objective, _arguments(recipe, scene.sources), hashes.all())
+                write_report(page, output / REPORT)
     return sweep.result()
+
+
+def _arguments(recipe: Recipe, sources: Sources) -> list[str]:
+    """By what names others know the models; rules for tensors can be given by a recipe only."""
+    return ["recipe.yaml"] if recipe.tensors else public_names([sources.base, *sources.experts])
 
 
 def _try_all(sweep: Sweep, asked: list[Point], proposals: Proposals, recipe: Recipe) -> Sweep:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
+from acemerge.output.input_hashes import Hashes
+from acemerge.recipe.values import as_text
 from acemerge.reports.charts import Line, Panel, lines
 from acemerge.reports.figure import Figure
 from acemerge.reports.page import Column, Page, Provenance, Table
@@ -13,8 +17,8 @@ from acemerge.sweeps.table import Table as SweepTable
 from acemerge.version import versions
 
 
-def search_page(table: SweepTable, objective: Objective) -> Page:
-    """What was tried, in order, and what came of it."""
+def search_page(table: SweepTable, objective: Objective, arguments: Sequence[str], inputs: Hashes) -> Page:
+    """What was tried, in order, and what came of it; `arguments` are the models, as others know them."""
     search = table.search
     assert search is not None
     best = table.points[table.best].scores if table.best else None
@@ -30,8 +34,25 @@ def search_page(table: SweepTable, objective: Objective) -> Page:
         facts={"chosen from": "; ".join(f"{name}={values}" for name, values in search.space.items()), "seed": str(search.seed)},
         figures=_figures(table, search, score, objective),
         table=_history(table, search),
-        provenance=Provenance("acemerge sweep --search", versions(), {}, "sweep.json holds every setting and score."),
+        provenance=Provenance(_command(table, search, arguments), versions(), inputs, _WHERE),
+        commands={"Merge at the best point, where these models are": _best(table, arguments)} if table.best else {},
     )
+
+
+_WHERE = "where these models are; sweep.json has every setting and score, and the command that gave them"
+
+
+def _command(table: SweepTable, search: SearchRecord, arguments: Sequence[str]) -> str:
+    varied = [word for name, values in search.space.items() for word in ("--set", f"{name}={values}")]
+    fixed = [word for name, value in table.options.items() for word in ("--set", f"{name}={as_text(value)}")]
+    rest = ["--search", str(search.trials), "--seed", str(search.seed), "--evaluate", "python your_score.py", "-o", "search"]
+    return shlex.join(["acemerge", "sweep", *arguments, "-m", table.method, *varied, *fixed, *rest])
+
+
+def _best(table: SweepTable, arguments: Sequence[str]) -> str:
+    settings = {**table.options, **table.points[table.best or ""].settings}
+    words = [word for name, value in settings.items() for word in ("-s", f"{name}={as_text(value)}")]
+    return shlex.join(["acemerge", "merge", *arguments, "-m", table.method, *words, "-o", "best"])
 
 
 def _figures(table: SweepTable, search: SearchRecord, score: str, objective: Objective) -> list[Figure]:
@@ -63,4 +84,4 @@ def _history(table: SweepTable, search: SearchRecord) -> Table:
         point = table.points[name]
         own = {f"score {score}": value for score, value in (point.scores or {}).items()}
         records.append({"trial": trial, **{f"option {key}": str(point.settings.get(key)) for key in options}, **own})
-    return Table("Every trial, in order.", columns, records)
+    return Table("Choose a heading to sort by it.", columns, records, "trial")

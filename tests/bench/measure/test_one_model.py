@@ -31,6 +31,7 @@ def test_evaluate_gives_what_the_bench_gives(
     assert run_command(monkeypatch, "evaluate", trained.base, *where) == 0
     assert rows_in(tmp_path / "base-tiny-3-60.json")["base"]["scores"] == shares["base"]
     assert capsys.readouterr().err
+    monkeypatch.setattr("acemerge.bench.measure.evaluation._SECONDS_BETWEEN_LINES", -1)
     assert run_command(monkeypatch, "evaluate", folders["second"], *where, "--tasks", "second", "-q") == 0
     quiet = capsys.readouterr()
     assert quiet.err == ""

@@ -36,6 +36,12 @@ class Compute:
     """Rows of a batch; by default what suits one CPU core."""
     workers: int = 2
     """Processes of one thread each that share the work; 1: all work in this process, with all its threads."""
+    quiet: bool = False
+
+    def tell(self, message: str) -> None:
+        """How far long work is."""
+        if not self.quiet:
+            print(f"  {message}", file=sys.stderr, flush=True)
 
     @property
     def threads(self) -> int | None:
@@ -63,7 +69,7 @@ def evaluate(
         if name and time.monotonic() - told > _SECONDS_BETWEEN_LINES:
             told = time.monotonic()
             left = (told - started) * (len(answers) - done) / done
-            print(f"  {name}: {done}/{len(answers)} rows, about {left:.0f} s left", file=sys.stderr, flush=True)
+            compute.tell(f"{name}: {done}/{len(answers)} rows, about {left:.0f} s left")
     return score_answers(metric, rows.labels.double().numpy(), answers.numpy())
 
 

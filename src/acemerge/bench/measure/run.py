@@ -166,7 +166,7 @@ def measure(job: Job) -> Result:
             scores[task.name] = job.suite.judge(job.suite, folder, task, job.part, job.limit, job.seed)
             unfinished.keep(report, scores)
             if job.suite.given is not None:
-                print(f"  {job.candidate.label}, {task.name}: {100 * scores[task.name].share:.2f}", file=sys.stderr, flush=True)
+                job.suite.compute.tell(f"{job.candidate.label}, {task.name}: {100 * scores[task.name].share:.2f}")
     own_merge = report if job.candidate.model is None else None  # lending heads is no merge
     result = Result(job.seed, {task.name: scores[task.name] for task in job.suite.tasks}, own_merge)
     _write(job, result)

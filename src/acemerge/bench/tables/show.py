@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from acemerge.bench.tables.tables import Table, as_cells, as_markdown, as_normalised_cells
-from acemerge.errors import InputError
 
 
 def publish_table(table: Table, folder: Path, name: str) -> None:
@@ -43,12 +42,6 @@ def print_grid(title: str, cells: Sequence[Sequence[str]]) -> None:
     # A narrow terminal, or COLUMNS, may fold a table; a pipe or a file does not by itself.
     console = Console() if Console().is_terminal or "COLUMNS" in os.environ else Console(width=240)
     console.print(grid)
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse early what no table could be written to."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"-o {folder}: is a file; give a folder for the tables")
 
 
 def write(folder: Path, name: str, texts: dict[str, str]) -> None:
