@@ -16,6 +16,7 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest  # noqa: E402
+import typer.main  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from threadpoolctl import threadpool_limits  # noqa: E402
 
@@ -69,6 +70,14 @@ def _no_file_need_outlive_the_machine() -> Iterator[None]:
     """Waiting for the disk takes longer than most merges. What is synced, and what if that fails, has tests of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_are_built_once() -> Iterator[None]:
+    """Of our type hints, which takes longer than most of what they do; a process of its own runs one command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 

@@ -3,7 +3,7 @@
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,9 @@ TINY = "--layers 1 --hidden 64 --inner 128 --vocabulary 100 --experts 2".split()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_to_collect() -> Iterator[None]:
+def _nothing_to_collect() -> None:
     """Scripts collect garbage before each measurement: a second each time in a process that has loaded transformers."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, **instead: Any) -> None:
