@@ -7,7 +7,7 @@ DEMO_STAMP := $(VENV)/.installed-for-the-demo
 # Exact versions of everything that is installed, pip and what builds the package included.
 LOCK ?= requirements.lock
 
-.PHONY: help demo test check lint types unit setup lock test-latest test-oldest test-install fuzz kill bench large clean
+.PHONY: help demo test check core lint types unit setup lock test-latest test-oldest test-install fuzz kill bench large clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -36,8 +36,11 @@ demo: $(DEMO_STAMP)  ## train experts of a real text model, merge them, compare,
 
 test: setup lint types unit  ## everything CI checks
 
+check: setup  ## a developer's quick answer: lint, types, and the tests of the core, side by side
+	$(MAKE) --no-print-directory -j 3 --output-sync=target lint types core
+
 CORE = tests/numerics tests/methods/test_ace.py tests/planning tests/cli/test_cli.py
-check: setup lint types  ## a developer's quick answer: lint, types, and the tests of the core
+core: setup
 	$(BIN)/pytest -n 2 --dist loadfile $(CORE)
 
 lint: setup

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+# Where a test asks for more, they sleep when they have nothing to do: other tests run on the cores that they would burn.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest  # noqa: E402
+import typer.main  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from threadpoolctl import threadpool_limits  # noqa: E402
 
@@ -53,6 +58,27 @@ def pytest_configure(config: pytest.Config) -> None:
     root = Path(__file__).parents[1]
     scripts = [path.stem for folder in ("tests/support", "benchmarks", "demos") for path in (root / folder).glob("*.py")]
     config.addinivalue_line("filterwarnings", rf"error:::(acemerge|tests|conftest|script_\w+|{'|'.join(scripts)})(\.|$)")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: looking it through for garbage again and again takes a twentieth of the tests' time."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_file_need_outlive_the_machine() -> Iterator[None]:
+    """Waiting for the disk takes longer than most merges. What is synced, and what if that fails, has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_are_built_once() -> Iterator[None]:
+    """Of our type hints, which takes longer than most of what they do; a process of its own runs one command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_the_lock_has_exact_versions_and_nothing_of_the_machine_it_was_made_on()
         assert not re.match(r"nvidia|cuda|triton", name), line
 
 
-def test_plan_merge_verify_and_help_need_no_extra(tmp_path: Path) -> None:
+def test_plan_merge_verify_help_and_a_methods_checks_need_no_extra(tmp_path: Path) -> None:
     script = ROOT / "tests/support/core_only.py"
     done = subprocess.run(
         [sys.executable, script, tmp_path / "models", "--pretend"], capture_output=True, text=True, cwd=tmp_path, check=False

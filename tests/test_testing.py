@@ -1,7 +1,5 @@
 """Methods that break their promises are caught, by name; those that keep them pass."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -198,8 +196,3 @@ def test_a_method_that_uses_data_needs_something_measured() -> None:
     with pytest.raises(InputError, match="'fisher' uses data of every expert's task besides the weights: give `measured`"):
         check_method("fisher")
     check_method("fisher", measured=lambda task_vectors: made_up_statistics(registry.get_method("fisher"), task_vectors))
-
-
-def test_pytest_is_not_needed() -> None:
-    program = "import sys, acemerge.testing; sys.exit('pytest' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -61,6 +61,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("RAY_TMPDIR", short)  # Ray makes sockets in it, whose paths must be short
+        patch.setenv("RAY_worker_niceness", "0")  # where other tests use every core, nicer ones would wait for minutes
         patch.delenv("RAY_ADDRESS", raising=False)
         try:
             with pytest.MonkeyPatch.context() as starting:

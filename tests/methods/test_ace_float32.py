@@ -17,17 +17,20 @@ BRANCHES = {"homogeneous": 1e9, "heterogeneous": 0.0}
 @cache
 def experts(shape: tuple[int, int], decay: float, tasks: int = 3) -> Tensor:
     """Task vectors whose i-th singular value is i^-decay, in float32."""
-    generator = torch.Generator().manual_seed(round(100 * decay))
     rank = min(shape)
     values = torch.arange(1, rank + 1, dtype=torch.float64) ** -decay
-
-    def basis(size: int) -> Tensor:
-        orthonormal, _ = torch.linalg.qr(torch.randn(size, rank, generator=generator, dtype=torch.float64))
-        assert isinstance(orthonormal, Tensor)
-        return orthonormal
-
-    matrices = [(basis(shape[0]) * values) @ basis(shape[1]).T * (1 + t) for t in range(tasks)]
+    left, right = ([basis(size, rank, 2 * t + side) for t in range(tasks)] for side, size in enumerate(shape))
+    matrices = [(left[t] * values) @ right[t].T * (1 + t) for t in range(tasks)]
     return torch.stack([0.1 * matrix / values.norm() for matrix in matrices]).float()
+
+
+@cache
+def basis(size: int, rank: int, seed: int) -> Tensor:
+    """Orthonormal columns."""
+    generator = torch.Generator().manual_seed(seed)
+    orthonormal, _ = torch.linalg.qr(torch.randn(size, rank, generator=generator, dtype=torch.float64))
+    assert isinstance(orthonormal, Tensor)
+    return orthonormal
 
 
 def merge(task_vectors: Tensor, branch: str, epsilon: float = 1e-5) -> Merged:

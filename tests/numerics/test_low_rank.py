@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -28,16 +29,23 @@ def error(matrix: Tensor, factors: Factors) -> float:
     return float((matrix.double() - factors.left @ factors.right).norm())
 
 
-MAKERS: list[Callable[[int, int], Tensor]] = [noise, decaying]
+Maker = Callable[[int, int], Tensor]
+MAKERS: list[Maker] = [noise, decaying]
+
+
+@cache
+def decomposed(make: Maker, rows: int, columns: int) -> tuple[Tensor, "np.ndarray[tuple[int], np.dtype[np.float64]]"]:
+    """A matrix and its singular values, for all tests that only read them."""
+    matrix = make(rows, columns)
+    return matrix, np.linalg.svd(matrix.double().numpy(), compute_uv=False)
 
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(("rows", "columns"), [(30, 50), (300, 200), (640, 900), (900, 640)])
 @pytest.mark.parametrize("rank", [1, 8, 64, 1000])
-def test_the_error_is_the_smallest_possible(make: Callable[[int, int], Tensor], rows: int, columns: int, rank: int) -> None:
+def test_the_error_is_the_smallest_possible(make: Maker, rows: int, columns: int, rank: int) -> None:
     """Eckart and Young: exactly for small matrices and high ranks, within 1% where random projections are used."""
-    matrix = make(rows, columns)
-    s = np.linalg.svd(matrix.double().numpy(), compute_uv=False)
+    matrix, s = decomposed(make, rows, columns)
     factors = nearest_factors(matrix, rank, None)
     smallest = float(np.sqrt((s[rank:] ** 2).sum()))
     sketched = min(rows, columns) > 512 and rank <= 64
@@ -48,9 +56,9 @@ def test_the_error_is_the_smallest_possible(make: Callable[[int, int], Tensor], 
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("energy", [0.1, 0.5, 0.95, 1.0])
-def test_the_smallest_rank_that_keeps_an_energy(make: Callable[[int, int], Tensor], energy: float) -> None:
-    matrix = make(600, 700)
-    squares = np.linalg.svd(matrix.double().numpy(), compute_uv=False) ** 2
+def test_the_smallest_rank_that_keeps_an_energy(make: Maker, energy: float) -> None:
+    matrix, s = decomposed(make, 600, 700)
+    squares = s**2
     best = int((squares.cumsum() < energy * squares.sum() * (1 - 1e-9)).sum()) + 1
     factors = nearest_factors(matrix, None, energy)
     assert error(matrix, factors) ** 2 <= (1 - energy + 1e-9) * squares.sum()

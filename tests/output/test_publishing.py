@@ -1,5 +1,6 @@
 """An output is published whole or not at all, and replaces only what acemerge made."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,19 @@ from acemerge.errors import InputError
 from acemerge.execute import shard
 from acemerge.output import publishing
 from interruption import one_by_one, stop_at
-from small_models import Models, tree, write_models
+from small_models import Models, merge_into_shards, tree, write_models
+
+
+def test_all_is_on_the_disk_before_it_is_published_and_then_its_place(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, early, late = tmp_path / "out", set[int](), set[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: (late if output.exists() else early).add(os.fstat(file).st_ino))
+    merge_into_shards(models, output)
+    published = [output, *output.rglob("*")]
+    assert sum(path.is_dir() for path in published) > 3
+    assert {path.stat().st_ino for path in published} <= early
+    assert late == {tmp_path.stat().st_ino}
 
 
 def test_a_kill_between_two_renames_is_undone(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,10 @@ def main() -> None:
     else:
         assert extras <= ALWAYS_THERE, f"more than the core is installed: {sorted(extras - ALWAYS_THERE)}"
 
+    from acemerge.testing import check_method
     from small_models import write_models
 
+    check_method("average")  # without pytest
     models = write_models(folder)
     run("--help")
     run("plan", *models.arguments)
