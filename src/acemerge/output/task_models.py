@@ -47,7 +47,7 @@ def write_heads(plan: Plan, folder: Path) -> None:
         expert = plan.experts[head.expert]
         target = folder / "heads" / expert.name
         target.mkdir(parents=True, exist_ok=True)
-        dtype = plan.recipe.dtype
+        dtype = plan.recipe.float_dtype
         rows = {name: _head_rows(plan, head.expert, name) for name in head.tensors}
         stored = {name: own.header(expert.tensors[name]) if own else expert.tensors[name] for name, own in rows.items()}
         headers = [(name, _in_dtype(header, dtype)) for name, header in stored.items()]

@@ -33,7 +33,7 @@ def _open(path: Path) -> WeightsFile:
     stored = {name: _Stored(path, each, *_quantisation(path, name, each)) for name, each in header.tensors.items()}
     factors = stored.pop(ROPE_FACTORS, None)
     names = {transformers_name(header, name): name for name in stored}
-    tensors = {ours: TensorHeader(stored[name].dtype, stored[name].place.shape) for ours, name in names.items()}
+    tensors = {ours: TensorHeader(stored[name].dtype, stored[name].place.shape, made=True) for ours, name in names.items()}
 
     def config() -> dict[str, Any]:
         stated = config_of(header, architecture)
@@ -45,7 +45,7 @@ def _open(path: Path) -> WeightsFile:
         value = stored[names[ours]].read()
         return _turned_back(value, header, ours) if architecture.turned else value
 
-    return WeightsFile(stamp, tensors, read, config=config)
+    return WeightsFile(stamp, tensors, read, config=config, held=lambda ours: stored[names[ours]].held())
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,24 @@ class _Stored:
         from gguf.quants import dequantize
 
         shape = self.place.shape
-        rows = prod(shape[:-1])
-        # Copy on write: nothing is ever written to it, but torch warns of arrays that cannot be.
-        content = np.memmap(self.path, np.uint8, "c", self.place.start, (rows, self.row_bytes))
+        content = self._mapped()
+        rows = len(content)
         result = torch.empty((rows, shape[-1]), dtype=getattr(torch, self.dtype))
         step = max(1, _AT_ONCE // shape[-1])
         with np.errstate(all="ignore"):  # infinite scales of a damaged file are found later, by what they make
             for start in range(0, rows, step):
                 result[start : start + step] = torch.from_numpy(dequantize(content[start : start + step], self.kind))
         return result.reshape(shape)
+
+    def held(self) -> Tensor:
+        """The bytes of its rows."""
+        import torch
+
+        return torch.from_numpy(self._mapped())
+
+    def _mapped(self) -> np.ndarray:
+        # Copy on write: nothing is ever written to it, but torch warns of arrays that cannot be.
+        return np.memmap(self.path, np.uint8, "c", self.place.start, (prod(self.place.shape[:-1]), self.row_bytes))
 
 
 def _quantisation(path: Path, name: str, tensor: GgufTensor) -> tuple[Any, int]:
