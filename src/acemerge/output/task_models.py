@@ -253,7 +253,9 @@ def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwr
     headers = model.headers()
     with staged_output(output, digest="", resume=False, overwrite=overwrite) as staging:
         digest = write_safetensors(staging.folder / "model.safetensors", headers, (model.read(name) for name, _ in headers))
-        for path in (*model.merged.side_files(), *model.side_files):  # the expert's own files win
+        for path in model.merged.side_files():  # of a merge in 8 bits, whose floats these are, config.json has to say less
+            copy_side_file(path, staging.folder, None, model.merged.config_changes)
+        for path in model.side_files:  # the expert's own win
             shutil.copyfile(path, staging.folder / path.name)
         manifest = ExportManifest(exported=expert, files={})
         write_manifest(staging.folder, manifest, {"model.safetensors": digest})

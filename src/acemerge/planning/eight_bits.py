@@ -46,9 +46,7 @@ def _in_eight_bits(tensor: PlannedTensor, weights: Mapping[str, EightBits]) -> P
     return replace(tensor, eight_bits=own, output_dtype="float32") if own else tensor
 
 
-def _as_stored(
-    base: Checkpoint, experts: Sequence[Checkpoint], names: Sequence[Mapping[str, str]]
-) -> StoredInEightBits | None:
+def _as_stored(base: Checkpoint, experts: Sequence[Checkpoint], names: Sequence[Mapping[str, str]]) -> StoredInEightBits | None:
     """As the first of the models that has any holds them, under the base's names."""
     if base.eight_bits:
         return base.eight_bits

@@ -132,9 +132,7 @@ class _Planner:
         )  # fmt: skip
 
     def _in_eight_bits(self, tensors: Sequence[PlannedTensor]) -> tuple[tuple[PlannedTensor, ...], Mapping[str, Any]]:
-        planned, settings, problems = plan_in_eight_bits(
-            tensors, self.base, self.experts, self.names, self.family, self.recipe
-        )
+        planned, settings, problems = plan_in_eight_bits(tensors, self.base, self.experts, self.names, self.family, self.recipe)
         for method in per_task_methods(tensors):
             problems.append(f"--dtype {EIGHT_BITS}: method '{method}' makes one model per task, whose parts are of floats")
         self.problems.extend(problems)
