@@ -103,7 +103,7 @@ def _dynamic(group: Any) -> Any:
 
 def _nothing_to_go_by(family: Family) -> str:
     return (
-        f"--dtype {EIGHT_BITS}: no model is stored in 8-bit floats, whose scales the output's would be like; and of float models it "
-        f"takes linear layers of language models (preset llm, here '{family.name}') whose sizes are multiples of {_BLOCK}, with no "
-        "experts stacked in one tensor. Give a float dtype, or an FP8 model among the inputs"
+        f"--dtype {EIGHT_BITS}: no model is stored in 8-bit floats, whose scales the output's would be like; and of float models "
+        f"it takes linear layers of language models (preset llm, not '{family.name}') whose sizes are multiples of {_BLOCK}, "
+        "with no experts stacked in one tensor. Give a float dtype, or an FP8 model among the inputs"
     )

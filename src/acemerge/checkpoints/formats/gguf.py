@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's files: the weights of models built like Llama, mostly quantised, by the library `gguf`.
+"""GGUF, llama.cpp's files: the weights of language models, mostly quantised, by the library `gguf`.
 
 A quantised tensor is read as float32, some rows at a time; what is stored in 16 or 32 bits stays so.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.formats.registry import Format, WeightsFile
 from acemerge.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
-from acemerge.checkpoints.gguf_model import ROPE_FACTORS, architecture_of, config_of, heads, llama3_rope, transformers_name
+from acemerge.checkpoints.gguf_model import ROPE_FACTORS, architecture_of, config_of, heads, llama3_rope
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.errors import InputError
 
@@ -32,17 +32,25 @@ def _open(path: Path) -> WeightsFile:
     architecture = architecture_of(header)
     stored = {name: _Stored(path, each, *_quantisation(path, name, each)) for name, each in header.tensors.items()}
     factors = stored.pop(ROPE_FACTORS, None)
-    names = {transformers_name(header, name): name for name in stored}
-    tensors = {ours: TensorHeader(stored[name].dtype, stored[name].place.shape, made=True) for ours, name in names.items()}
+    names = {architecture.transformers_name(header, name): name for name in stored}
+    tensors = {
+        ours: TensorHeader(own.dtype, own.place.shape[::-1] if architecture.is_in_out(name) else own.place.shape, made=True)
+        for ours, name in names.items()
+        for own in (stored[name],)
+    }
 
     def config() -> dict[str, Any]:
         stated = config_of(header, architecture)
         if factors is not None:
             stated["rope_scaling"] = llama3_rope(header, stated, factors.read().tolist())
-        return {**stated, "dtype": tensors["model.embed_tokens.weight"].dtype}
+        return {**stated, "dtype": stored["token_embd.weight"].dtype}
 
     def read(ours: str) -> Tensor:
         value = stored[names[ours]].read()
+        if architecture.norms_plus_one and names[ours].endswith("norm.weight"):
+            return value - 1
+        if architecture.is_in_out(names[ours]):
+            return value.T.contiguous()
         return _turned_back(value, header, ours) if architecture.turned else value
 
     return WeightsFile(stamp, tensors, read, config=config, held=lambda ours: stored[names[ours]].held())
