@@ -134,7 +134,7 @@ def test_a_model_type_that_no_preset_lists_goes_by_its_architecture(config: dict
 
 
 def test_gemma3s_projector_is_stored_in_out() -> None:
-    """A linear layer has [text, vision]; this parameter is [vision, text], and what the tower gives is multiplied by it as it is."""
+    """A linear layer has [text, vision]; this parameter is [vision, text]: what the tower gives is multiplied by it as it is."""
     projector = transformers.models.gemma3.modeling_gemma3.Gemma3MultiModalProjector
     config = transformers.Gemma3Config(text_config=TEXT | {"head_dim": 8}, vision_config=VISION)
     shapes = {name: TensorHeader("float32", tuple(value.shape)) for name, value in projector(config).named_parameters()}
