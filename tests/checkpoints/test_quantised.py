@@ -15,7 +15,7 @@ from torch import Tensor
 import acemerge
 from acemerge.calibration.models import model_class
 from acemerge.checkpoints.folder import open_checkpoint
-from acemerge.checkpoints.quantised import dequantise
+from acemerge.checkpoints.quantised.scaled import dequantise
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.errors import InputError
 from small_models import base_tensors, fine_tuned, write_model
@@ -43,29 +43,29 @@ def test_blocks_by_the_formula(shape: tuple[int, int]) -> None:
     weight, scale = random_weight(*shape), random_scales(-(-shape[0] // 4), -(-shape[1] // 5))
     i, j = torch.meshgrid(torch.arange(shape[0]), torch.arange(shape[1]), indexing="ij")
     expected = weight.float() * scale[i // 4, j // 5]
-    assert torch.equal(dequantise(weight, scale, (4, 5), "float32"), expected)
-    assert torch.equal(dequantise(weight, scale, (4, 5), "bfloat16"), expected.bfloat16())
+    assert torch.equal(dequantise(weight, scale, block=(4, 5), dtype="float32"), expected)
+    assert torch.equal(dequantise(weight, scale, block=(4, 5), dtype="bfloat16"), expected.bfloat16())
 
 
 @pytest.mark.parametrize("of_scale", [(), (1,), (1, 1), (12,), (12, 1)])
 def test_one_scale_of_a_matrix_or_of_each_channel(of_scale: tuple[int, ...]) -> None:
     weight, scale = random_weight(12, 10), random_scales(*of_scale)
     expected = weight.float() * scale.reshape(-1, 1)
-    assert torch.equal(dequantise(weight, scale, None, "float32"), expected)
+    assert torch.equal(dequantise(weight, scale, block=None, dtype="float32"), expected)
 
 
 @pytest.mark.parametrize("of_scale", [(1,), (3,), (3, 1, 1), (3, 12, 1), (3, 3, 2)])
 def test_stacked_matrices_have_their_own_scales(of_scale: tuple[int, ...]) -> None:
     weight, scale = random_weight(3, 12, 10), random_scales(*of_scale)
-    alone = [dequantise(weight[i], scale[i] if scale.shape[0] == 3 else scale, (4, 5), "float32") for i in range(3)]
-    assert torch.equal(dequantise(weight, scale, (4, 5), "float32"), torch.stack(alone))
+    alone = [dequantise(weight[i], scale[i] if scale.shape[0] == 3 else scale, block=(4, 5), dtype="float32") for i in range(3)]
+    assert torch.equal(dequantise(weight, scale, block=(4, 5), dtype="float32"), torch.stack(alone))
 
 
 def test_as_transformers_does_it() -> None:
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     weight, scale = random_weight(256, 384), random_scales(2, 3)
     theirs = finegrained.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
-    assert torch.equal(dequantise(weight, scale, (128, 128), "bfloat16"), theirs)
+    assert torch.equal(dequantise(weight, scale, block=(128, 128), dtype="bfloat16"), theirs)
 
 
 def quantise(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -136,7 +136,7 @@ def refused(tmp_path: Path, stored: Mapping[str, Tensor], settings: object) -> s
         ({"layers.0.weight_scale_inv": None}, "no scale beside it"),
         ({"layers.0.weight_scale_inv": torch.ones(2, 2)}, "float32 [2, 2], which does not fit and blocks of [4, 5]"),
         ({"layers.0.weight_scale_inv": torch.ones(3, 2, dtype=torch.uint8)}, "uint8 [3, 2], which does not fit"),
-        ({"layers.0.weight": torch.ones(12, 4, dtype=torch.int8)}, "quantised to int8, which acemerge cannot undo"),
+        ({"layers.0.weight": torch.ones(12, 8, dtype=torch.int8)}, "this way to quantise has no such numbers"),
     ],
 )
 def test_scales_that_cannot_be_understood(tmp_path: Path, change: dict[str, Tensor | None], told: str) -> None:
@@ -149,15 +149,12 @@ def test_scales_that_cannot_be_understood(tmp_path: Path, change: dict[str, Tens
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "by bitsandbytes. Give the float model that it was made from; or",
-        ),
-        ({"load_in_8bit": True}, "by bitsandbytes."),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "by GPTQ. Give the float model"),
-        ({"quant_method": "awq", "bits": 4}, "by AWQ. Give the float model"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nothing beside it says for which floats it stands"),
+        ({"load_in_8bit": True}, "nothing beside it says for which floats it stands"),
+        ({"quant_method": "gptq", "bits": 5}, "by GPTQ to 5 bits, which acemerge does not read"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "by AWQ to 4 bits, version 'gemv'; only 4 bits, gemm, is read"),
         ({"quant_method": "mxfp4"}, "to MXFP4. Give the float model"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "(compressed-tensors, format pack-quantized)"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "(compressed-tensors, format marlin-24)"),
         ({"quant_method": "something_new"}, "does not read (something_new)"),
         ("yes", "in an unknown way"),
     ],

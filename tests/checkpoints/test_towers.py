@@ -12,8 +12,9 @@ from torch import Tensor
 
 import acemerge
 import lora_zoo
-from acemerge.checkpoints.families import align_names, choose_family
+from acemerge.checkpoints.families import align_names, choose_family, is_stored_in_out
 from acemerge.checkpoints.folder import from_state_dict
+from acemerge.checkpoints.tensor_header import TensorHeader
 from model_zoo import bitwise_equal, load_whole, read_tensors
 
 TEXT: dict[str, Any] = {
@@ -130,3 +131,14 @@ def test_a_tower_of_which_some_tensors_have_no_place_is_left_as_it_is() -> None:
 )
 def test_a_model_type_that_no_preset_lists_goes_by_its_architecture(config: dict[str, Any], preset: str) -> None:
     assert choose_family("auto", {"model_type": "new", **config}, []).name == preset
+
+
+def test_gemma3s_projector_is_stored_in_out() -> None:
+    """A linear layer has [text, vision]; this parameter is [vision, text]: what the tower gives is multiplied by it as it is."""
+    projector = transformers.models.gemma3.modeling_gemma3.Gemma3MultiModalProjector
+    config = transformers.Gemma3Config(text_config=TEXT | {"head_dim": 8}, vision_config=VISION)
+    shapes = {name: TensorHeader("float32", tuple(value.shape)) for name, value in projector(config).named_parameters()}
+    name = "mm_input_projection_weight"
+    assert shapes[name].shape == (VISION["hidden_size"], TEXT["hidden_size"])
+    family = choose_family("auto", {"model_type": "gemma3"}, shapes)
+    assert is_stored_in_out(name, family, shapes)

@@ -136,11 +136,17 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
 def with_adapter(model: Checkpoint, adapter: Adapter) -> Checkpoint:
     """A full model whose tensors are those that the adapter makes of them, one at a time as they are read."""
     changed = {name: _as_read(header, model.tensors.get(name)) for name, header in adapter.tensors.items()}
+
+    def made_of(name: str) -> list[Tensor]:
+        of_adapter = adapter.mapped(name) if name in changed else []
+        return [*of_adapter, *(model.mapped(name) if name in model.tensors else [])]
+
     return replace(
         model,
         name=adapter.name,
         tensors={**model.tensors, **changed},
         read=lambda name: adapter.read(name) if name in changed else model.read(name),
+        made_of=made_of,
         files=(*model.files, *adapter.files),
         tied={copy: original for copy, original in model.tied.items() if copy not in changed and original not in changed},
         stamps=(*model.stamps, *adapter.stamps),
@@ -151,7 +157,7 @@ def _as_read(change: TensorHeader, base: TensorHeader | None) -> TensorHeader:
     """What `Adapter.read` gives: the base's value plus a change of at least float32, or a whole value."""
     if base is None or base.shape != change.shape:
         return change
-    return replace(change, dtype="float64" if "float64" in (base.dtype, change.dtype) else "float32")
+    return replace(change, dtype="float64" if "float64" in (base.dtype, change.dtype) else "float32", made=True)
 
 
 def _sorted_out(stored: WeightsFile) -> tuple[dict[str, dict[str, str]], dict[str, str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from acemerge.checkpoints.folder import Checkpoint
-from acemerge.checkpoints.quantised import QUANTIZATION
+from acemerge.checkpoints.quantised.reading import QUANTIZATION
 from acemerge.errors import InputError, first_line
 
 

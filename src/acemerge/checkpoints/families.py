@@ -120,6 +120,7 @@ FAMILIES = (
         ),
         kept=_VOCABULARY,
         averaged=_LOOKUP_TABLES,
+        stored_in_out=("*mm_input_projection_weight",),  # Gemma3's projector multiplies by it from the right
     ),
     Family(
         "seq2seq",

@@ -7,7 +7,7 @@ not to this process.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.formats.registry import WeightsFile, formats, open_file, weight_suffixes
-from acemerge.checkpoints.quantised import QUANTIZATION, dequantised
+from acemerge.checkpoints.quantised.eight_bits import StoredInEightBits
+from acemerge.checkpoints.quantised.reading import QUANTIZATION, dequantised, in_eight_bits, reader
 from acemerge.checkpoints.tensor_header import TensorHeader, header_of, shared_storage
 from acemerge.checkpoints.untrusted import MAX_JSON_BYTES, check_inside, parse_json, read_bounded
 from acemerge.errors import InputError, PreflightError
@@ -46,6 +47,11 @@ class Checkpoint:
     stamps: tuple[FileStamp, ...] = ()
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     """What the output's config says otherwise than this model's file; None: nothing."""
+    made_of: Callable[[str], Sequence[Tensor]] | None = None
+    """Of a tensor whose floats are made when it is read: what the files hold of it."""
+
+    eight_bits: StoredInEightBits | None = None
+    """How its files hold matrices of 8-bit floats, if they do."""
 
     def check_unchanged(self) -> None:
         """Raise an error if a file has changed since it was opened."""
@@ -73,6 +79,12 @@ class Checkpoint:
         """What the files hold for a tensor, by the names there: its value, or what its change is made of."""
         change = self.changes.get(name) if self.changes else None
         return [(key, change.read(key)) for key in change.stored_names] if change else [(name, self.read(name))]
+
+    def mapped(self, name: str) -> Sequence[Tensor]:
+        """The memory-mapped parts of the files that a tensor is read from."""
+        if self.changes and name in self.changes:
+            return [tensor for _, tensor in self.stored(name)]
+        return self.made_of(name) if self.made_of and self.tensors[name].made else [self.read(name)]
 
     def side_files(self) -> Iterator[Path]:
         """Files beside the weights, at the folder's top level: config, tokenizer, preprocessor, chat template..."""
@@ -104,8 +116,11 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return content
 
 
-def open_checkpoint(path: Path, name: str) -> Checkpoint:
-    """Open a Hugging Face folder or a single weights file; reads headers only."""
+def open_checkpoint(path: Path, name: str, *, as_stored: bool = False) -> Checkpoint:
+    """Open a Hugging Face folder or a single weights file; reads headers only.
+
+    A quantised model's tensors are the floats that they stand for, unless they are asked for as they are stored.
+    """
     files = _weight_files(path)
     if path.is_dir():
         check_inside(path, [*files, *path.glob("*.index.json")])
@@ -123,15 +138,44 @@ def open_checkpoint(path: Path, name: str) -> Checkpoint:
     tied = {copy: original for part in parts for copy, original in part.tied.items()}
     stamps = tuple(part.stamp for part in parts)
     model = Checkpoint(
-        name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps
-    )
+        name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps,
+        made_of=lambda tensor: [owner[tensor].held_unchanged(tensor)],
+    )  # fmt: skip
     if not model.config:
         model = replace(model, config_changes=parts[0].config())
     check_inside(path, model.side_files())
-    if not model.config.get(QUANTIZATION):
+    return _with_latest(_as_floats(model) if model.config.get(QUANTIZATION) and not as_stored else model)
+
+
+def _as_floats(model: Checkpoint) -> Checkpoint:
+    """A quantised model as the float model that it stands for."""
+    headers, made = dequantised(model.config, model.tensors, model.read, model.where)
+    return replace(
+        model,
+        tensors=headers,
+        read=reader(made, model.read, model.where),
+        made_of=lambda name: [model.read(part) for part in made[name].parts],
+        config_changes={**model.config_changes, QUANTIZATION: None},
+        eight_bits=in_eight_bits(model.config, model.tensors, made),
+    )
+
+
+def _with_latest(model: Checkpoint) -> Checkpoint:
+    """A model that keeps the latest tensor whose floats it made: a merge reads the same one several times in a row."""
+    if not any(header.made for header in model.tensors.values()):
         return model
-    floats, read = dequantised(model.config, tensors, model.read, model.where)
-    return replace(model, tensors=floats, read=read, config_changes={**model.config_changes, QUANTIZATION: None})
+    latest: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        if not model.tensors[name].made:
+            return model.read(name)
+        value = latest.get(name)
+        if value is None:
+            latest.clear()  # before the next is made: there is one at a time
+            value = latest[name] = model.read(name)
+        return value
+
+    return replace(model, read=read)
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], name: str) -> Checkpoint:

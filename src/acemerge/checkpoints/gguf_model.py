@@ -1,11 +1,11 @@
-"""GGUF's words for a model in transformers' words: names of tensors, and config.json. For models built like Llama."""
+"""GGUF's words for a model in transformers' words: names of tensors, and config.json."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,28 @@ ROPE_FACTORS = "rope_freqs.weight"
 """Not a weight: how Llama 3.1 and later stretch positions, which config.json says by four numbers."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_ATTENTION = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
+_GEMMA = {
+    **_ATTENTION, **_MLP, "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+_PHI3 = {
+    **_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_STARCODER2 = {**_NORMS, **_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_GPT2 = {
+    "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+_GPT2_TOP = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head",
 }  # fmt: skip
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
 
@@ -35,15 +52,48 @@ class Architecture:
 
     model_type: str
     class_name: str
+    in_layer: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
+    layers: str = "model.layers"
+    epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+    """What config.json calls what the file calls so."""
     turned: bool = False
     """Whether rows of q and k are stored in the order of llama.cpp's rotary embeddings."""
+    norms_plus_one: bool = False
+    """Whether one is added to the weights of norms."""
+    in_out: frozenset[str] = frozenset()
+    """Parts of a layer whose matrices transformers stores [in, out]."""
+
+    def transformers_name(self, header: GgufHeader, name: str) -> str:
+        """Of a tensor."""
+        match = _NAME.fullmatch(name)
+        known = match and (self.in_layer if match["layer"] else self.top).get(match["part"])
+        if not match or not known:
+            raise InputError(
+                f"{header.path}: has no known name for tensor {name!a} in transformers. Give the float model, {_BY_TRANSFORMERS}"
+            )
+        return f"{self.layers}.{int(match['layer'])}.{known}.{match['kind']}" if match["layer"] else f"{known}.{match['kind']}"
+
+    def is_in_out(self, name: str) -> bool:
+        """Of a tensor of the file."""
+        match = _NAME.fullmatch(name)
+        return bool(match and match["kind"] == "weight" and match["part"] in self.in_out)
 
 
+_LAYER_NORM = ("norm_epsilon", "attention.layer_norm_epsilon")
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", turned=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-}
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _GEMMA, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA, norms_plus_one=True),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _PHI3),
+    "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", _STARCODER2, epsilon=_LAYER_NORM),
+    "gpt2": Architecture(
+        "gpt2", "GPT2LMHeadModel", _GPT2, _GPT2_TOP, "transformer.h", ("layer_norm_epsilon", _LAYER_NORM[1]),
+        in_out=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
+    ),
+}  # fmt: skip
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
@@ -55,17 +105,6 @@ def architecture_of(header: GgufHeader) -> Architecture:
         known = ", ".join(ARCHITECTURES)
         raise InputError(f"{header.path}: a model of kind {named!a}, not {known}. Give the float model, {_BY_TRANSFORMERS}")
     return ARCHITECTURES[named]
-
-
-def transformers_name(header: GgufHeader, name: str) -> str:
-    """Of a tensor."""
-    match = _NAME.fullmatch(name)
-    known = match and (_IN_LAYER if match["layer"] else _TOP).get(match["part"])
-    if not match or not known:
-        raise InputError(
-            f"{header.path}: has no known name for tensor {name!a} in transformers. Give the float model, {_BY_TRANSFORMERS}"
-        )
-    return f"model.layers.{int(match['layer'])}.{known}.{match['kind']}" if match["layer"] else f"{known}.{match['kind']}"
 
 
 def heads(header: GgufHeader, key: bool) -> int:
@@ -81,10 +120,24 @@ def config_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
     scaling = header.metadata.get(f"{_prefix(header)}.rope.scaling.type", "none")
     if scaling != "none":
         raise InputError(f"{header.path}: stretches positions by {scaling!a}, which is not translated; {_CONFIG_BESIDE}")
-    width, count = _number(header, "embedding_length"), heads(header, key=False)
     config = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
+        architecture.epsilon[0]: _number(header, architecture.epsilon[1]),
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **(_gpt2_sizes(header) if architecture.model_type == "gpt2" else _sizes(header)),
+        **(own(header) if (own := _OWN.get(architecture.model_type)) else {}),
+    }
+    for ours, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        if isinstance(token := header.metadata.get(f"tokenizer.ggml.{theirs}_token_id"), int):
+            config[ours] = token
+    return config
+
+
+def _sizes(header: GgufHeader) -> dict[str, Any]:
+    width, count = _number(header, "embedding_length"), heads(header, key=False)
+    found = {
         "hidden_size": width,
         "intermediate_size": _number(header, "feed_forward_length"),
         "num_hidden_layers": _number(header, "block_count"),
@@ -92,17 +145,69 @@ def config_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
         "num_key_value_heads": heads(header, key=True),
         "head_dim": _number(header, "attention.key_length", _number(header, "rope.dimension_count", width // count)),
         "max_position_embeddings": _number(header, "context_length"),
-        "rms_norm_eps": _number(header, "attention.layer_norm_rms_epsilon"),
         "rope_theta": _number(header, "rope.freq_base", 10000.0),
-        "vocab_size": header.tensors["token_embd.weight"].shape[0],
-        "tie_word_embeddings": "output.weight" not in header.tensors,
     }
     if "blk.0.attn_output.bias" in header.tensors:  # Qwen2 has the other three always, and does not say so
-        config["attention_bias"] = True
-    for ours, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        if isinstance(token := header.metadata.get(f"tokenizer.ggml.{theirs}_token_id"), int):
-            config[ours] = token
-    return config
+        found["attention_bias"] = True
+    return found
+
+
+def _gpt2_sizes(header: GgufHeader) -> dict[str, Any]:
+    return {
+        "n_embd": _number(header, "embedding_length"),
+        "n_inner": _number(header, "feed_forward_length"),
+        "n_layer": _number(header, "block_count"),
+        "n_head": heads(header, key=False),
+        "n_positions": _number(header, "context_length"),
+    }
+
+
+def _gemma(header: GgufHeader, without_head_size: int, **names: str) -> dict[str, Any]:
+    """Queries are divided by the root of a head's size; in the model with so many layers, of its share of the width."""
+    sizes = _sizes(header)
+    shared = sizes["num_hidden_layers"] == without_head_size
+    per_head = sizes["hidden_size"] // sizes["num_attention_heads"] if shared else sizes["head_dim"]
+    stated = {ours: _number(header, theirs) for ours, theirs in names.items() if _has(header, theirs)}
+    return {"query_pre_attn_scalar": per_head, **stated}
+
+
+def _gemma2(header: GgufHeader) -> dict[str, Any]:
+    return _gemma(
+        header, 46, sliding_window="attention.sliding_window", attn_logit_softcapping="attn_logit_softcapping",
+        final_logit_softcapping="final_logit_softcapping",
+    )  # fmt: skip
+
+
+def _gemma3(header: GgufHeader) -> dict[str, Any]:
+    return {**_gemma(header, 62, sliding_window="attention.sliding_window"), "rope_local_base_freq": 10000.0}
+
+
+def _phi3(header: GgufHeader) -> dict[str, Any]:
+    sizes = _sizes(header)
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    window = _number(header, "attention.sliding_window") if _has(header, "attention.sliding_window") else None
+    turned = _number(header, "rope.dimension_count", size)
+    share = {"partial_rotary_factor": turned / size} if turned != size else {}
+    return {
+        "head_dim": size,
+        "sliding_window": window,
+        "original_max_position_embeddings": sizes["max_position_embeddings"],
+        **share,
+    }
+
+
+def _starcoder2(header: GgufHeader) -> dict[str, Any]:
+    window = _number(header, "attention.sliding_window") if _has(header, "attention.sliding_window") else None
+    return {"use_bias": "blk.0.ffn_up.bias" in header.tensors, "sliding_window": window}
+
+
+_OWN: Mapping[str, Callable[[GgufHeader], dict[str, Any]]] = {
+    "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "starcoder2": _starcoder2,
+}  # fmt: skip
+
+
+def _has(header: GgufHeader, key: str) -> bool:
+    return f"{_prefix(header)}.{key}" in header.metadata
 
 
 def llama3_rope(header: GgufHeader, config: Mapping[str, Any], factors: Sequence[float]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class TensorHeader:
 
     dtype: str
     shape: tuple[int, ...]
+    made: bool = field(default=False, compare=False, kw_only=True)
+    """Whether reading it makes its numbers from others, in memory; else it is a view of the mapped file."""
 
     @property
     def elements(self) -> int:

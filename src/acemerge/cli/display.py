@@ -78,7 +78,7 @@ def _fate_cells(plan: Plan, tensor: PlannedTensor, varying: Sequence[str]) -> tu
     shape = "x".join(map(str, tensor.output_header.shape)) or "scalar"
     how = _how(tensor, varying) if is_computed(tensor) and tensor.action == "merged" else ""
     told = ": ".join(filter(None, [tensor.reason, how]))
-    return shape, tensor.output_dtype, tensor.action, "; ".join(filter(None, [told, rows_told(tensor, plan.experts)]))
+    return shape, tensor.written_dtype, tensor.action, "; ".join(filter(None, [told, rows_told(tensor, plan.experts)]))
 
 
 def _how(tensor: ComputedTensor, varying: Sequence[str]) -> str:

@@ -73,7 +73,8 @@ class RecipeFlags:
         metavar="EXPERT",
     )
     dtype: str | None = option(
-        None, "Output dtype: float32, bfloat16, float16 or float64; by default each tensor keeps the base's."
+        None,
+        "Output dtype: float32, bfloat16, float16, float64, or fp8: 8 bits with scales. By default each tensor keeps the base's.",
     )
     save_as: str | None = option(
         None, "What to write: 'model', or 'adapter' for one LoRA adapter; full fine-tunes then need --rank or --energy.", "--as"

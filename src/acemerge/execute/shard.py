@@ -139,10 +139,17 @@ def _facts(merged: Result) -> dict[str, Any]:
 
 
 def _in_file_order(plan: Plan, shard: str) -> Sequence[PlannedTensor]:
-    """Wide dtypes first, which keeps every tensor aligned in the file; an adapter's file sees to that itself."""
+    """Wide dtypes first, which keeps every tensor aligned in the file; an adapter's file sees to that itself.
+
+    What is written in 8 bits comes before them: its scales are as wide as those of float32.
+    """
     if plan.recipe.save_as == "adapter":
         return plan.shards[shard]
-    return sorted(plan.shards[shard], key=lambda tensor: -tensor.output_bytes // max(1, tensor.output_header.elements))
+    return sorted(plan.shards[shard], key=_place_in_file)
+
+
+def _place_in_file(tensor: PlannedTensor) -> tuple[bool, int]:
+    return tensor.eight_bits is None, -tensor.output_bytes // max(1, tensor.output_header.elements)
 
 
 @dataclass
@@ -156,7 +163,7 @@ class _ModelOutput:
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        headers = [(t.name, t.output_header) for t in _in_file_order(self.plan, self.shard)]
+        headers = [written for tensor in _in_file_order(self.plan, self.shard) for written in tensor.written]
         self._file = StreamedFile(self.folder / self.shard, headers, self.open_files)
         self._parts = PartsWriter(self.folder, self.shard, self.open_files)
 
@@ -165,6 +172,8 @@ class _ModelOutput:
         self.records.append({**tensor_record(tensor, self.shard, self.plan.experts), **facts})
         self._parts.add(tensor.name, merged.shared, merged.parts)
         self._file.add(merged.value)
+        if merged.scales is not None:
+            self._file.add(merged.scales)
 
     def finish(self) -> Record:
         return {"sha256": self._file.finish(), "parts": self._parts.finish(), "tensors": self.records}

@@ -52,6 +52,8 @@ class TensorRecord(_Account):
     shard: str
     rows: str | None = None
     """Of a tensor with a row for every token, what became of them, if they did not stay where they were."""
+    scales: str | None = None
+    """Of a tensor in 8 bits: the name of the one that holds its scales."""
     method: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     orientation: str | None = None

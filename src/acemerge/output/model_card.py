@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from acemerge.checkpoints.card import licence
+from acemerge.checkpoints.folder import with_changes
 from acemerge.checkpoints.side_files import CONFIG, copy_side_file, write_side_file
 from acemerge.checkpoints.source import Source, Sources
 from acemerge.output.adapter_writer import write_adapter_config
@@ -31,17 +32,17 @@ def write_documents(
     add_page: Callable[[Manifest, Path], None] | None = None,
 ) -> None:
     """Everything of the output folder but the weights and the heads; `add_page` makes a page of the manifest."""
-    folder = staging.folder
+    folder, dtype = staging.folder, plan.recipe.float_dtype
     if plan.recipe.save_as == "adapter":
         write_adapter_config(plan, sources, folder)
     else:
         for name, file in side_files(plan.base, plan.vocabulary).items():
             if isinstance(file, Path):
-                copy_side_file(file, folder, plan.recipe.dtype, plan.base.config_changes)
+                copy_side_file(file, folder, dtype, {**plan.base.config_changes, **plan.config_changes})
             else:
-                write_side_file(name, file(), folder, plan.recipe.dtype)
+                write_side_file(name, _with_settings(name, file(), plan), folder, dtype)
         if plan.base.config and not (folder / CONFIG).exists():  # which a single file may state itself
-            write_side_file(CONFIG, plan.base.config, folder, plan.recipe.dtype)
+            write_side_file(CONFIG, _with_settings(CONFIG, plan.base.config, plan), folder, dtype)
         _write_index(plan, folder)
     recipe = resolved_recipe(plan, sources, hashes, stages)
     (folder / "acemerge.yaml").write_text(_RECIPE_HEADING + recipe, encoding="utf-8")
@@ -53,6 +54,11 @@ def write_documents(
     write_manifest(folder, manifest, manifest.outputs | manifest.parts)
 
 
+def _with_settings(name: str, content: Mapping[str, Any] | str, plan: Plan) -> Mapping[str, Any] | str:
+    """config.json says how the weights are quantised."""
+    return content if isinstance(content, str) or name != CONFIG else with_changes(content, plan.config_changes)
+
+
 _RECIPE_HEADING = f"""\
 # The merge that made this model, with every option resolved (acemerge {__version__}).
 # Repeat it where these models are: acemerge merge acemerge.yaml -o OUT
@@ -62,7 +68,7 @@ _RECIPE_HEADING = f"""\
 def _write_index(plan: Plan, folder: Path) -> None:
     if len(plan.shards) == 1:
         return
-    weight_map = {tensor.name: shard for shard, tensors in plan.shards.items() for tensor in tensors}
+    weight_map = {name: shard for shard, tensors in plan.shards.items() for tensor in tensors for name, _ in tensor.written}
     total_size = sum(tensor.output_bytes for tensor in plan.tensors)
     parameters = sum(tensor.output_header.elements for tensor in plan.tensors)
     index = {
@@ -185,7 +191,7 @@ def _tokenizer_section(plan: Plan) -> str:
 def _adapter_section(plan: Plan) -> str:
     if plan.recipe.save_as != "adapter":
         return ""
-    whole = f"of the rank that the merge has, so nothing is lost but by rounding to {plan.recipe.dtype or 'float32'}"
+    whole = f"of the rank that the merge has, so nothing is lost but by rounding to {plan.recipe.float_dtype or 'float32'}"
     rank = _rank_asked_for(plan) or whole
     return f"""
 ## An adapter

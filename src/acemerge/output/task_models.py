@@ -47,7 +47,7 @@ def write_heads(plan: Plan, folder: Path) -> None:
         expert = plan.experts[head.expert]
         target = folder / "heads" / expert.name
         target.mkdir(parents=True, exist_ok=True)
-        dtype = plan.recipe.dtype
+        dtype = plan.recipe.float_dtype
         rows = {name: _head_rows(plan, head.expert, name) for name in head.tensors}
         stored = {name: own.header(expert.tensors[name]) if own else expert.tensors[name] for name, own in rows.items()}
         headers = [(name, _in_dtype(header, dtype)) for name, header in stored.items()]
@@ -253,7 +253,9 @@ def export_expert(merged: str | Path, expert: str, output: str | Path, *, overwr
     headers = model.headers()
     with staged_output(output, digest="", resume=False, overwrite=overwrite) as staging:
         digest = write_safetensors(staging.folder / "model.safetensors", headers, (model.read(name) for name, _ in headers))
-        for path in (*model.merged.side_files(), *model.side_files):  # the expert's own files win
+        for path in model.merged.side_files():  # of a merge in 8 bits, whose floats these are, config.json has to say less
+            copy_side_file(path, staging.folder, None, model.merged.config_changes)
+        for path in model.side_files:  # the expert's own win
             shutil.copyfile(path, staging.folder / path.name)
         manifest = ExportManifest(exported=expert, files={})
         write_manifest(staging.folder, manifest, {"model.safetensors": digest})

@@ -72,11 +72,11 @@ def _check_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
     if manifest.saved_as == "adapter":
         return
     try:
-        model = open_checkpoint(folder, folder.name)
+        model = open_checkpoint(folder, folder.name, as_stored=True)
     except InputError as error:
         yield str(error)
         return
-    recorded = {tensor.name for tensor in manifest.tensors}
+    recorded = {name for tensor in manifest.tensors for name in (tensor.name, tensor.scales) if name}
     for name in sorted(model.tensors.keys() ^ recorded):
         yield f"tensor '{name}': in {'the weights' if name in model.tensors else MANIFEST} only"
     for tensor in manifest.tensors:

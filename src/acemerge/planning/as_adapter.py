@@ -35,14 +35,14 @@ def plan_as_adapter(
 def _in_its_form(tensor: ComputedTensor, experts: Sequence[Checkpoint], family: Family, recipe: Recipe) -> PlannedTensor:
     changes = [(experts[s.expert].changes or {}).get(s.name) for s in tensor.fate.experts if s.name]
     whole = [s for s in tensor.fate.experts if experts[s.expert].changes is None]
-    if all(isinstance(change, LoraChange) for change in changes) or (whole and _is_linear(tensor, family)):
+    if all(isinstance(change, LoraChange) for change in changes) or (whole and is_linear(tensor, family)):
         return _as_factors(tensor, recipe)
     if not whole or (recipe.save_rest and tensor.name.endswith((".weight", ".bias")) and not matches(tensor.name, _STACKED)):
         return replace(tensor, form="value")
     return replace(tensor, form="left out", fate=replace(tensor.fate, in_pieces=False))
 
 
-def _is_linear(tensor: PlannedTensor, family: Family) -> bool:
+def is_linear(tensor: PlannedTensor, family: Family) -> bool:
     """By its name and shape, whether peft knows the module as a linear layer. Lookup tables and output layers do not count."""
     shape = tensor.header.shape
     no_layers = (*NOT_LINEAR, *_STACKED, *family.kept, *family.averaged, *FAMILIES[-1].averaged)
@@ -55,7 +55,7 @@ def _as_factors(tensor: ComputedTensor, recipe: Recipe) -> PlannedTensor:
     largest = min(rows, tensor.header.elements // rows, core.rank if core else tensor.header.elements)
     rank = min(largest, recipe.rank) if recipe.rank else largest if core or recipe.energy else 0
     fate = replace(tensor.fate, in_pieces=False)  # the whole change is factored
-    return replace(tensor, form="factors", factors_rank=rank, output_dtype=recipe.dtype or "float32", fate=fate)
+    return replace(tensor, form="factors", factors_rank=rank, output_dtype=recipe.float_dtype or "float32", fate=fate)
 
 
 def _without_place(planned: Sequence[PlannedTensor]) -> list[PlannedTensor]:

@@ -53,7 +53,12 @@ def _flops(tensor: ComputedTensor) -> float:
 
 
 def peak_memory(tensor: PlannedTensor) -> int:
-    """Estimated bytes of this process's own memory while this tensor is merged; the inputs are memory-mapped."""
+    """Estimated bytes of this process's own memory while this tensor is merged. Of the inputs, only quantised ones need any."""
+    before_rounding = tensor.output_header.nbytes if tensor.eight_bits else 0
+    return _merging_memory(tensor) + tensor.made_bytes + before_rounding
+
+
+def _merging_memory(tensor: PlannedTensor) -> int:
     if not is_computed(tensor):
         return tensor.output_bytes
     if tensor.fate.core:

@@ -90,3 +90,8 @@ class Copied(Fate):
     """The base's value, of what is no weight."""
 
     action: ClassVar[Action] = "copied"
+
+
+def experts_of(fate: Fate) -> tuple[ExpertTensor, ...]:
+    """Those that take part."""
+    return fate.experts if isinstance(fate, Computed) else ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,8 @@ class Plan:
     omitted: Mapping[str, str]
     """Tied names left out of the output -> the name that holds their value."""
     notes: tuple[str, ...]
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
+    """What the output's config says because of how its weights are stored."""
     data: PlannedData | None = None
     """For methods that use it."""
     vocabulary: Vocabulary | None = None
@@ -213,11 +215,13 @@ def tensor_record(tensor: PlannedTensor, shard: str, experts: Sequence[Checkpoin
         "name": tensor.name,
         "shape": list(tensor.output_header.shape),
         "dtype": tensor.header.dtype,
-        "output_dtype": tensor.output_dtype,
+        "output_dtype": tensor.written_dtype,
         "action": tensor.action,
         "reason": tensor.reason,
         "shard": shard,
     }
+    if tensor.eight_bits:
+        record["scales"] = tensor.name + tensor.eight_bits.suffix
     if told := rows_told(tensor, experts):
         record["rows"] = told
     if is_computed(tensor):

@@ -22,6 +22,7 @@ from acemerge.checkpoints.families import (
     may_be_added,
 )
 from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.quantised.reading import QUANTIZATION
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.tied import output_layers_tied_by_expert, tied_names
 from acemerge.checkpoints.vocabulary_tensors import vocabulary_axes
@@ -31,7 +32,8 @@ from acemerge.methods import Method, Options, get_method
 from acemerge.numerics.frame import Sides
 from acemerge.planning.as_adapter import plan_as_adapter
 from acemerge.planning.data import ExpertLayers, PlannedData
-from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged
+from acemerge.planning.eight_bits import plan_in_eight_bits
+from acemerge.planning.fates import Action, Averaged, Copied, Core, ExpertTensor, Fate, Kept, Merged, experts_of
 from acemerge.planning.matrices import matrix_shape_of, view_of_matrices, whole_view
 from acemerge.planning.origins import origin_notes
 from acemerge.planning.plan import Plan, PlannedHead, per_task_methods
@@ -42,7 +44,7 @@ from acemerge.planning.tensor import Planned, PlannedTensor, computed
 from acemerge.planning.view import View
 from acemerge.planning.vocabulary import Vocabulary
 from acemerge.planning.vocabulary_choice import VocabularyChoice, choose_vocabulary
-from acemerge.recipe.recipe import Recipe, TensorRule
+from acemerge.recipe.recipe import EIGHT_BITS, Recipe, TensorRule
 from acemerge.recipe.values import Place, values_at, varies
 
 
@@ -107,6 +109,9 @@ class _Planner:
         if self.recipe.save_as == "adapter":
             as_adapter, problems = plan_as_adapter(tensors, self.experts, self.family, self.recipe)
             tensors, self.problems = tuple(as_adapter), [*self.problems, *problems]
+        changes: Mapping[str, Any] = {}
+        if self.recipe.dtype == EIGHT_BITS:
+            tensors, changes = self._in_eight_bits(tensors)
         self._report_strangers()
         self._report_missing(tensors)
         self._note_changes_left_out(tensors)
@@ -123,8 +128,15 @@ class _Planner:
             raise PreflightError(self.problems)
         return Plan(
             self.recipe, self.method, self.options, self.base, self.experts, self.family, tensors, heads, self.omitted,
-            tuple(self.notes), self.data, self.vocabulary,
+            tuple(self.notes), changes, self.data, self.vocabulary,
         )  # fmt: skip
+
+    def _in_eight_bits(self, tensors: Sequence[PlannedTensor]) -> tuple[tuple[PlannedTensor, ...], Mapping[str, Any]]:
+        planned, settings, problems = plan_in_eight_bits(tensors, self.base, self.experts, self.names, self.family, self.recipe)
+        for method in per_task_methods(tensors):
+            problems.append(f"--dtype {EIGHT_BITS}: method '{method}' makes one model per task, whose parts are of floats")
+        self.problems.extend(problems)
+        return tuple(planned), {QUANTIZATION: settings}
 
     # -- whole models
 
@@ -159,13 +171,16 @@ class _Planner:
 
     def _decide(self, name: str) -> PlannedTensor:
         header = self.base.tensors[name]
-        dtype = self.recipe.dtype if self.recipe.dtype and header.is_mergeable else header.dtype
+        dtype = self.recipe.float_dtype if self.recipe.float_dtype and header.is_mergeable else header.dtype
         if header.dtype.startswith("float8"):
             self.problems.append(
                 f"tensor '{name}' of {self.base.where} is stored as {header.dtype}; give its folder, with its config.json"
             )
         rows = self._output_rows(name, header)
-        return Planned(name=name, header=header, output_dtype=dtype, fate=self._fate(name, header), rows=rows)
+        fate = self._fate(name, header)
+        read = [header, *(expert.tensors[their] for expert, their in self._present(experts_of(fate)))]
+        made = sum(each.nbytes for each in read if each.made)
+        return Planned(name=name, header=header, output_dtype=dtype, fate=fate, rows=rows, made_bytes=made)
 
     def _output_rows(self, name: str, header: TensorHeader) -> OutputRows | None:
         """Of a tensor with a row for every token, if the output's tokens are not the base's."""

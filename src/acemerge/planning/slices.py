@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.quantised.eight_bits import StoredInEightBits
 from acemerge.errors import PreflightError, did_you_mean
 from acemerge.recipe.recipe import Slice
 
@@ -97,8 +98,19 @@ def _rearranged(own: _Stack, slices: Sequence[Slice], runs: Sequence[_Run | None
         own.model,
         tensors={name: model.tensors[theirs] for name, (model, theirs) in places.items()},
         read=lambda name: places[name][0].read(places[name][1]),
+        made_of=lambda name: places[name][0].mapped(places[name][1]),
         tied={copy: original for copy, original in own.model.tied.items() if copy in places and original in places},
+        eight_bits=_in_eight_bits(own, places),
     )
+
+
+def _in_eight_bits(own: _Stack, places: Mapping[str, tuple[Checkpoint, str]]) -> StoredInEightBits | None:
+    """How each is stored in the model that it comes from, if its own model stores any so."""
+    if own.model.eight_bits is None:
+        return None
+    stored = {name: (model.eight_bits, theirs) for name, (model, theirs) in places.items()}
+    weights = {name: eight.weights[theirs] for name, (eight, theirs) in stored.items() if eight and theirs in eight.weights}
+    return replace(own.model.eight_bits, weights=weights)
 
 
 def _places(own: _Stack, slices: Sequence[Slice], runs: Sequence[_Run | None]) -> Iterator[tuple[str, Checkpoint, str]]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeGuard, TypeVar
 
+from acemerge.checkpoints.quantised.eight_bits import EightBits
 from acemerge.checkpoints.tensor_header import TensorHeader, element_size
-from acemerge.planning.fates import Action, Computed, ExpertTensor, Fate, Setting
+from acemerge.planning.fates import Action, Computed, ExpertTensor, Fate, Setting, experts_of
 from acemerge.planning.rows import OutputRows
 
 Form = Literal["value", "factors", "left out", "absent"]
@@ -29,6 +30,10 @@ class Planned(Generic[AnyFate]):
     """At most, if it is written as factors."""
     rows: OutputRows | None = None
     """Of a tensor with a row for every token: the output's, if these are not the base's."""
+    eight_bits: EightBits | None = None
+    """How it is written in 8 bits, if it is; its output dtype is that in which it is merged."""
+    made_bytes: int = 0
+    """Of the floats that reading it makes in memory, in all models: each keeps its latest."""
 
     @property
     def action(self) -> Action:
@@ -53,7 +58,7 @@ class Planned(Generic[AnyFate]):
     @property
     def experts(self) -> tuple[ExpertTensor, ...]:
         """Those that take part."""
-        return self.fate.experts if isinstance(self.fate, Computed) else ()
+        return experts_of(self.fate)
 
     @property
     def output_header(self) -> TensorHeader:
@@ -62,12 +67,24 @@ class Planned(Generic[AnyFate]):
         return replace(header, dtype=self.output_dtype)
 
     @property
+    def written(self) -> list[tuple[str, TensorHeader]]:
+        """What a file holds of its value: names and headers."""
+        if self.eight_bits:
+            return self.eight_bits.headers(self.name, self.header.shape)
+        return [(self.name, self.output_header)]
+
+    @property
+    def written_dtype(self) -> str:
+        """Of its numbers in the file."""
+        return self.eight_bits.dtype if self.eight_bits else self.output_dtype
+
+    @property
     def output_bytes(self) -> int:
         """Its size in the output, at most."""
         if self.form == "factors":
             rows = self.header.shape[0]
             return (rows + self.header.elements // max(1, rows)) * self.factors_rank * element_size(self.output_dtype)
-        return self.output_header.nbytes if self.form == "value" else 0
+        return sum(header.nbytes for _, header in self.written) if self.form == "value" else 0
 
 
 PlannedTensor = Planned[Fate]

@@ -30,7 +30,9 @@ def _dtype_name(given: object) -> object:
     return _SHORT_DTYPES.get(name, name)
 
 
-Dtype = Annotated[Literal["float64", "float32", "float16", "bfloat16"], BeforeValidator(_dtype_name)]
+Dtype = Annotated[Literal["float64", "float32", "float16", "bfloat16", "fp8"], BeforeValidator(_dtype_name)]
+EIGHT_BITS: Dtype = "fp8"
+"""Matrices in 8 bits with scales; the rest keeps the base's dtype."""
 
 
 class _Strict(BaseModel):
@@ -188,6 +190,11 @@ class Recipe(_Strict):
     """For whoever reads the plan or the manifest."""
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""
+
+    @property
+    def float_dtype(self) -> str | None:
+        """What all floats of the output are converted to, if they are."""
+        return None if self.dtype == EIGHT_BITS else self.dtype
 
     @model_validator(mode="after")
     def _experts_make_sense(self) -> Self:

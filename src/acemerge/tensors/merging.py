@@ -35,7 +35,8 @@ def merge_tensor(plan: Plan, planned: PlannedTensor, device: torch.device, stati
 def merge_tensor_at_points(merges: Sequence[TensorMerge], device: torch.device) -> Iterator[tuple[list[int], MergedTensor]]:
     """Carry out every plan for one tensor, reading it once; each distinct result with the indices of its merges, in any order."""
     for points, merged in _merge_at_points(merges, device):
-        yield points, _with_output_rows(merges[points[0]], merged)
+        merge = merges[points[0]]
+        yield points, _in_eight_bits(merge.planned, _with_output_rows(merge, merged))
 
 
 def _merge_at_points(merges: Sequence[TensorMerge], device: torch.device) -> Iterator[tuple[list[int], MergedTensor]]:
@@ -56,6 +57,13 @@ def _with_output_rows(merge: TensorMerge, merged: MergedTensor) -> MergedTensor:
         return merged
     value, warnings = place_output_rows(merge.plan, planned, planned.rows, merged.value)
     return replace(merged, value=value, warnings=(*merged.warnings, *tensor_warnings(planned, warnings)))
+
+
+def _in_eight_bits(planned: PlannedTensor, merged: MergedTensor) -> MergedTensor:
+    if planned.eight_bits is None:
+        return merged
+    numbers, scales = planned.eight_bits.quantised(merged.value)
+    return replace(merged, value=numbers, scales=scales)
 
 
 def _merge_each(merges: Sequence[Computation], device: torch.device) -> Iterator[tuple[list[int], MergedTensor]]:

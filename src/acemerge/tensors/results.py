@@ -26,6 +26,8 @@ class MergedTensor:
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Of methods with one model per task: each expert's own parts, and what all of them refer to, as they are stored."""
+    scales: Tensor | None = None
+    """Of a value in 8 bits."""
 
 
 @dataclass(frozen=True)

@@ -99,16 +99,20 @@ def stored_values(plan: Plan, planned: PlannedTensor) -> Stored:
 
 
 def stored_tensors(plan: Plan, planned: PlannedTensor) -> Iterator[tuple[Checkpoint, str, Tensor]]:
-    """Everything the files hold for a tensor: the base's value, and each expert's or what its change is made of."""
-    sources = [(plan.experts[s.expert], s.name) for s in planned.experts if s.name]
-    for model, name in [(plan.base, planned.name), *sources]:
+    """Everything that stands for a tensor: the base's value, and each expert's or what its change is made of."""
+    for model, name in _sources(plan, planned):
         for stored_name, tensor in model.stored(name):
             yield model, stored_name, tensor
+
+
+def _sources(plan: Plan, planned: PlannedTensor) -> list[tuple[Checkpoint, str]]:
+    return [(plan.base, planned.name), *((plan.experts[s.expert], s.name) for s in planned.experts if s.name)]
 
 
 def prefetch(plan: Plan, planned: PlannedTensor) -> None:
     """Bring a tensor's pages into the page cache by touching one byte of each; costs no memory of our own."""
     page = 4096
-    for _, _, tensor in stored_tensors(plan, planned):
-        if tensor.is_contiguous() and tensor.dim():
-            tensor.view(torch.uint8).reshape(-1)[::page].sum()
+    for model, name in _sources(plan, planned):
+        for tensor in model.mapped(name):
+            if tensor.is_contiguous() and tensor.dim():
+                tensor.view(torch.uint8).reshape(-1)[::page].sum()

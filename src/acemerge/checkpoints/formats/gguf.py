@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's files: the weights of models built like Llama, mostly quantised, by the library `gguf`.
+"""GGUF, llama.cpp's files: the weights of language models, mostly quantised, by the library `gguf`.
 
 A quantised tensor is read as float32, some rows at a time; what is stored in 16 or 32 bits stays so.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.formats.registry import Format, WeightsFile
 from acemerge.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
-from acemerge.checkpoints.gguf_model import ROPE_FACTORS, architecture_of, config_of, heads, llama3_rope, transformers_name
+from acemerge.checkpoints.gguf_model import ROPE_FACTORS, architecture_of, config_of, heads, llama3_rope
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.errors import InputError
 
@@ -32,20 +32,28 @@ def _open(path: Path) -> WeightsFile:
     architecture = architecture_of(header)
     stored = {name: _Stored(path, each, *_quantisation(path, name, each)) for name, each in header.tensors.items()}
     factors = stored.pop(ROPE_FACTORS, None)
-    names = {transformers_name(header, name): name for name in stored}
-    tensors = {ours: TensorHeader(stored[name].dtype, stored[name].place.shape) for ours, name in names.items()}
+    names = {architecture.transformers_name(header, name): name for name in stored}
+    tensors = {
+        ours: TensorHeader(own.dtype, own.place.shape[::-1] if architecture.is_in_out(name) else own.place.shape, made=True)
+        for ours, name in names.items()
+        for own in (stored[name],)
+    }
 
     def config() -> dict[str, Any]:
         stated = config_of(header, architecture)
         if factors is not None:
             stated["rope_scaling"] = llama3_rope(header, stated, factors.read().tolist())
-        return {**stated, "dtype": tensors["model.embed_tokens.weight"].dtype}
+        return {**stated, "dtype": stored["token_embd.weight"].dtype}
 
     def read(ours: str) -> Tensor:
         value = stored[names[ours]].read()
+        if architecture.norms_plus_one and names[ours].endswith("norm.weight"):
+            return value - 1
+        if architecture.is_in_out(names[ours]):
+            return value.T.contiguous()
         return _turned_back(value, header, ours) if architecture.turned else value
 
-    return WeightsFile(stamp, tensors, read, config=config)
+    return WeightsFile(stamp, tensors, read, config=config, held=lambda ours: stored[names[ours]].held())
 
 
 @dataclass(frozen=True)
@@ -67,15 +75,24 @@ class _Stored:
         from gguf.quants import dequantize
 
         shape = self.place.shape
-        rows = prod(shape[:-1])
-        # Copy on write: nothing is ever written to it, but torch warns of arrays that cannot be.
-        content = np.memmap(self.path, np.uint8, "c", self.place.start, (rows, self.row_bytes))
+        content = self._mapped()
+        rows = len(content)
         result = torch.empty((rows, shape[-1]), dtype=getattr(torch, self.dtype))
         step = max(1, _AT_ONCE // shape[-1])
         with np.errstate(all="ignore"):  # infinite scales of a damaged file are found later, by what they make
             for start in range(0, rows, step):
                 result[start : start + step] = torch.from_numpy(dequantize(content[start : start + step], self.kind))
         return result.reshape(shape)
+
+    def held(self) -> Tensor:
+        """The bytes of its rows."""
+        import torch
+
+        return torch.from_numpy(self._mapped())
+
+    def _mapped(self) -> np.ndarray:
+        # Copy on write: nothing is ever written to it, but torch warns of arrays that cannot be.
+        return np.memmap(self.path, np.uint8, "c", self.place.start, (prod(self.place.shape[:-1]), self.row_bytes))
 
 
 def _quantisation(path: Path, name: str, tensor: GgufTensor) -> tuple[Any, int]:

@@ -33,6 +33,8 @@ class WeightsFile:
     tied: Mapping[str, str] = field(default_factory=dict)
     config: Callable[[], Mapping[str, Any]] = dict
     """What config.json would say, of a file that says so itself; asked for where there is none."""
+    held: Callable[[str], Tensor] | None = None
+    """What the file holds of a tensor whose floats are made when it is read; None: `read` gives the file's own numbers."""
 
     @property
     def path(self) -> Path:
@@ -47,6 +49,11 @@ class WeightsFile:
         """One tensor, of a file that has not changed since it was opened."""
         self.stamp.check()
         return self.read(tensor)
+
+    def held_unchanged(self, tensor: str) -> Tensor:
+        """The same of what the file holds of it."""
+        self.stamp.check()
+        return (self.held or self.read)(tensor)
 
 
 @dataclass(frozen=True)
