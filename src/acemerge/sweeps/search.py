@@ -29,7 +29,7 @@ from acemerge.sweeps.points import Point
 from acemerge.sweeps.references import score_references
 from acemerge.sweeps.run import Sweep, SweepOptions, SweepResult
 from acemerge.sweeps.search_report import search_page
-from acemerge.sweeps.space import Range, Space, make_space
+from acemerge.sweeps.space import Range, Space, make_space, sorted_numbers
 from acemerge.sweeps.table import SearchRecord, read_table
 
 REPORT = "search.html"
@@ -77,6 +77,8 @@ class Proposals:
 
 def _distribution(optuna: Any, values: Range | list[Any]) -> Any:
     if not isinstance(values, Range):
+        if values == sorted_numbers(values):  # neighbours are alike, as in a range
+            return optuna.distributions.IntDistribution(0, len(values) - 1)
         return optuna.distributions.CategoricalDistribution(list(range(len(values))))
     if values.whole:
         return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)
