@@ -6,6 +6,7 @@ so the same command goes on after an interruption where it stopped, and a finish
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from acemerge.sweeps.table import SearchRecord, read_table
 REPORT = "search.html"
 _AT_RANDOM = 8
 """Points before the first proposal; at most a third of all. They are merged in one pass, as a grid is."""
+_AGAIN = 20
+"""How often another point is asked for; where few are left, the same one may come up for ever."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,29 @@ class Proposals:
         self._distributions = {name: _distribution(optuna, values) for name, values in space.items()}
         self._failed = optuna.trial.TrialState.FAIL
         self._asked: list[Any] = []
+        self._scores: dict[str, float] = {}
+        """Of every point that was proposed; not finite where a score teaches nothing, or is not there yet."""
 
     def next(self) -> list[Point]:
         """What to try now: at first some at once, then one by one; none when the search is over."""
         count = min(self._left, self._at_random if not self._study.trials else 1)
         self._left -= count
-        self._asked = [self._study.ask(self._distributions) for _ in range(count)]
-        return [Point({name: self._value(name, trial.params[name]) for name in self._space}) for trial in self._asked]
+        self._asked = [self._ask() for _ in range(count)]
+        return list(map(self._point, self._asked))
+
+    def _ask(self) -> Any:
+        """A trial of a point that was not there before: a repeated one costs no trial, but says again what came of it."""
+        for _ in range(_AGAIN):
+            trial = self._study.ask(self._distributions)
+            name = self._point(trial).name
+            if name not in self._scores:
+                break
+            self._tell(trial, self._scores[name])
+        self._scores.setdefault(name, -math.inf)
+        return trial
+
+    def _point(self, trial: Any) -> Point:
+        return Point({name: self._value(name, trial.params[name]) for name in self._space})
 
     def _value(self, name: str, chosen: Any) -> Any:
         values = self._space[name]
@@ -72,7 +91,11 @@ class Proposals:
     def tell(self, scores: Sequence[float]) -> None:
         """How those came out; larger is better, and what is not finite teaches nothing."""
         for trial, score in zip(self._asked, scores, strict=True):
-            self._study.tell(trial, score) if score > float("-inf") else self._study.tell(trial, state=self._failed)
+            self._scores[self._point(trial).name] = score
+            self._tell(trial, score)
+
+    def _tell(self, trial: Any, score: float) -> None:
+        self._study.tell(trial, score) if score > -math.inf else self._study.tell(trial, state=self._failed)
 
 
 def _distribution(optuna: Any, values: Range | list[Any]) -> Any:
