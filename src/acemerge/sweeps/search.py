@@ -36,8 +36,8 @@ from acemerge.sweeps.table import SearchRecord, read_table
 REPORT = "search.html"
 _AT_RANDOM = 8
 """Points before the first proposal; at most a third of all. They are merged in one pass, as a grid is."""
-_AGAIN = 20
-"""How often another point is asked for; where few are left, the same one may come up for ever."""
+_AGAIN, _DRAWS = 3, 50
+"""How often another point than a known one is asked for before one is drawn at random, and how often one is drawn."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Proposals:
         optuna = _optuna()
         self._space, self._left = space, options.trials
         self._at_random = max(1, min(_AT_RANDOM, options.trials // 3))
-        sampler = optuna.samplers.GPSampler(seed=options.seed, n_startup_trials=self._at_random)
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._sampler = optuna.samplers.GPSampler(seed=options.seed, n_startup_trials=self._at_random)
+        self._chance = optuna.samplers.RandomSampler(seed=options.seed)
+        self._study = optuna.create_study(direction="maximize")
         self._distributions = {name: _distribution(optuna, values) for name, values in space.items()}
         self._failed = optuna.trial.TrialState.FAIL
         self._asked: list[Any] = []
@@ -71,15 +72,16 @@ class Proposals:
         return list(map(self._point, self._asked))
 
     def _ask(self) -> Any:
-        """A trial of a point that was not there before: a repeated one costs no trial, but says again what came of it."""
-        for _ in range(_AGAIN):
+        """A trial of a point that was not there before: a repeated one costs nothing, but says again what came of it."""
+        for sampler in (*[self._sampler] * _AGAIN, *[self._chance] * _DRAWS):
+            self._study.sampler = sampler
             trial = self._study.ask(self._distributions)
             name = self._point(trial).name
             if name not in self._scores:
-                break
+                self._scores[name] = -math.inf
+                return trial
             self._tell(trial, self._scores[name])
-        self._scores.setdefault(name, -math.inf)
-        return trial
+        return self._study.ask(self._distributions)  # nothing new is left, or hardly anything
 
     def _point(self, trial: Any) -> Point:
         return Point({name: self._value(name, trial.params[name]) for name in self._space})
