@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def _fine_tune(base: LlamaForCausalLM, raw: Tokenizer, own: Tokenizer) -> LlamaF
     return model
 
 
-def by_token(ours: Path, theirs: Path, base: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]]:
+def by_token(ours: Path, theirs: Path, base: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Three models' tensors with rows in the order of their tokens' text, then padding; zeros where the base lacks a token."""
     tokens = sorted(_vocabulary(theirs))
     if tokens != sorted(_vocabulary(ours)):
