@@ -2,8 +2,8 @@
 
     python benchmarks/search_trials.py FOLDER         # 45 merges, 36,000 rows; repeated, it goes on
 
-The grid is merged and scored once, on 100 validation rows of each task, with the suite's first set of experts (trained if they are
-not there). Searches with other seeds then choose from the same points, and are told the scores that are known: what a search
+The grid is merged and scored once, on 100 validation rows of each task, with the suite's first experts (trained if they are not
+there). Searches with other seeds then choose from the same points, and are told the scores that are known: what a search
 tries does not depend on where a score comes from.
 """
 

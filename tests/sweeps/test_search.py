@@ -85,7 +85,7 @@ def test_an_interrupted_search_goes_on(models: Models, tmp_path: Path, monkeypat
     assert len(search(models, tmp_path / "out", 11).points) >= len(result.points)
 
 
-GRID = {"epsilon": [1e-6, 1e-5, 1e-4, 1e-3, 1e-2], "alpha": [1.5, 1.0, 0.75], "refine": [True, False]}
+GRID: dict[str, list[Any]] = {"epsilon": [1e-6, 1e-5, 1e-4, 1e-3, 1e-2], "alpha": [1.5, 1.0, 0.75], "refine": [True, False]}
 
 
 def tried(trials: int) -> list[tuple[Any, ...]]:
