@@ -75,7 +75,7 @@ def main() -> None:
         tried = search(scores, given.trials, seed)
         found = next((number for number, point in enumerate(tried, 1) if scores[point] == best), None)
         needed.append(found)
-        history[seed] = [[*point, scores[point]] for point in tried]
+        history[seed] = " ".join(f"{scores[point]:.4f}" for point in tried)
         print(f"seed {seed}: the best of the grid {'not found' if found is None else f'is trial {found}'}", flush=True)
     ranked = sorted(scores.items(), key=lambda entry: -entry[1])
     print(f"best {best:.4f}: {', '.join(str(point) for point, score in ranked if score == best)}; next {ranked[:8]}")
@@ -83,7 +83,7 @@ def main() -> None:
     save(
         given.json,
         where,
-        {"rows": ROWS, "grid": GRID, "scores": [[*p, s] for p, s in ranked], "needed": needed, "tried": history},
+        {"rows": ROWS, "grid": GRID, "scores": {str(p): s for p, s in ranked}, "needed": needed, "tried": history},
     )
 
 
