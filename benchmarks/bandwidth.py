@@ -26,7 +26,7 @@ from footprint import run_command, watch
 from llamas import Llama, add_shapes, shapes_of, warm, write_models
 from record import FOLDER, machine, print_table, save
 
-from acemerge.output.input_hashes import content_sha256
+from acemerge.checkpoints.content_hash import named_sha256
 
 METHODS = ("average", "linear", "task_arithmetic")
 _CHILD = """
@@ -57,7 +57,7 @@ def as_in_the_hub_cache(model: Path) -> Path:
     weights, hub = model / "model.safetensors", model.parent / "hub" / model.name
     (hub / "blobs").mkdir(parents=True)
     (hub / "snapshots" / "main").mkdir(parents=True)
-    blob = hub / "blobs" / content_sha256(weights)
+    blob = hub / "blobs" / named_sha256(weights)
     blob.hardlink_to(weights)
     (hub / "snapshots" / "main" / weights.name).symlink_to(blob)
     shutil.copy(model / "config.json", hub / "snapshots" / "main")

@@ -1,6 +1,8 @@
 """Configurations as mergekit's users write them: gradients, filters, slices, weights of many kinds.
 
-Folders are given by the names of the models that `peers.py` makes: base, expert-0, expert-1, expert-2, six layers each.
+Folders are given by the names of the models that `peers.py` makes: base, expert-0, expert-1, expert-2, six layers each; and, with
+tokenizers, words, words-chat (two tokens more), words-tool (one more), words-turned (the base's tokens, numbered otherwise) and
+words-end (a token more that words-chat has too).
 """
 
 from __future__ import annotations
@@ -324,6 +326,67 @@ CONFIGS: dict[str, str] = {
         merge_method: ties
         base_model: base
         parameters: {normalize: false}
+        dtype: float32
+    """,
+    "linear, the tokens of all models": """
+        merge_method: linear
+        models:
+          - {model: words-chat, parameters: {weight: 0.5}}
+          - {model: words-tool, parameters: {weight: 0.3}}
+          - {model: words-turned, parameters: {weight: 0.2}}
+        tokenizer_source: union
+        dtype: float32
+    """,
+    "linear, all tokens, two from elsewhere, padded": """
+        merge_method: linear
+        models:
+          - {model: words-chat, parameters: {weight: 0.6}}
+          - {model: words-tool, parameters: {weight: 0.4}}
+        tokenizer:
+          source: union
+          tokens:
+            "<|im_start|>":
+              source: {kind: model_token, model: words-tool, token: "hello"}
+              force: true
+            "hello":
+              source: words-chat
+              force: true
+          pad_to_multiple_of: 64
+        dtype: float32
+    """,
+    "task_arithmetic, the base's tokens": """
+        merge_method: task_arithmetic
+        base_model: words
+        models:
+          - {model: words-chat, parameters: {weight: 0.4}}
+          - {model: words-turned, parameters: {weight: 0.7}}
+        tokenizer_source: base
+        dtype: float32
+    """,
+    "ties, nothing trimmed, the tokens of one model": """
+        merge_method: ties
+        base_model: words
+        models:
+          - {model: words-chat, parameters: {weight: 0.5}}
+          - {model: words-turned, parameters: {weight: 0.3}}
+        tokenizer_source: words-chat
+        dtype: float32
+    """,
+    "slerp, the tokens of both models": """
+        merge_method: slerp
+        base_model: words-chat
+        models: [{model: words-chat}, {model: words-tool}]
+        parameters: {t: 0.3}
+        tokenizer_source: union
+        dtype: float32
+    """,
+    "task_arithmetic, all tokens, one that two models added": """
+        merge_method: task_arithmetic
+        base_model: words
+        models:
+          - {model: words-chat, parameters: {weight: 0.4}}
+          - {model: words-end, parameters: {weight: 0.7}}
+        tokenizer_source: union
         dtype: float32
     """,
     "linear written in bfloat16": """

@@ -15,11 +15,13 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from peer_configs import CONFIGS
+from peer_words import by_token, make_models_with_words
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -138,14 +140,18 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], base: 
     return f"{len(theirs)} | {worst:.1e} | {whole:.1e} |" + (f" only ours: {', '.join(extra)}" if extra else "")
 
 
-def mergekit_rows(command: Path, folder: Path) -> Iterator[str]:
-    """A line of the table per configuration."""
-    base = load_folder(folder / "base")
+def mergekit_rows(command: Path, folder: Path, only: str) -> Iterator[str]:
+    """A line of the table per configuration whose title matches."""
     for number, (title, text) in enumerate(CONFIGS.items()):
+        if not fnmatch(title, only):
+            continue
         config = folder / f"config-{number}.yaml"
         config.write_text(textwrap.dedent(text))
         theirs = run_mergekit(command, config, folder / f"theirs-{number}")
         ours = run_config(config, folder / f"ours-{number}")
+        base = load_folder(folder / "base")
+        if "words" in text:
+            ours, theirs, base = by_token(folder / f"ours-{number}", folder / f"theirs-{number}", folder / "words")
         yield f"| {title} | {differences(ours, theirs, base)}"
 
 
@@ -165,12 +171,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mergekit", type=Path, help="path of mergekit-yaml")
     parser.add_argument("--fusion-bench", type=Path, help="path of a Python that has fusion_bench")
+    parser.add_argument("--only", default="*", help="mergekit's configurations whose title matches, such as '*tokens*'")
     arguments = parser.parse_args()
     print("| configuration | tensors | worst tensor | whole model |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
+        make_models_with_words(Path(folder))
         if arguments.mergekit:
-            for row in mergekit_rows(arguments.mergekit, Path(folder)):
+            for row in mergekit_rows(arguments.mergekit, Path(folder), arguments.only):
                 print(row, flush=True)
         if arguments.fusion_bench:
             for row in fusion_bench_rows(arguments.fusion_bench, Path(folder)):

@@ -405,7 +405,9 @@ def test_task_models(merged: Path, data: st.DataObject) -> None:
 STATE = json.dumps(
     {
         "digest": "d",
-        "finished": {"model.safetensors": {"sha256": "0" * 64, "parts": {"tasks/a/model.safetensors": "1"}, "tensors": []}},
+        "finished": {
+            "model.safetensors": {"hash": "blake3:" + "0" * 64, "parts": {"tasks/a/model.safetensors": "1"}, "tensors": []}
+        },
         "inputs": {"base": {"model.safetensors": "2"}},
     }
 ).encode()

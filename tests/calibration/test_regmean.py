@@ -56,7 +56,7 @@ def test_regmean_is_the_fit_to_the_inputs_of_every_layer(
     merged = [tensor for tensor in record["tensors"] if tensor["action"] == "merged"]
     assert checked == len(merged) > 0
     assert record["uses"] == "data"
-    assert set(record["data"]["sha256"]) == {f"{name}.safetensors" for name in models.experts}
+    assert set(record["data"]["files"]) == {f"{name}.safetensors" for name in models.experts}
     assert all(tensor["reason"] for tensor in record["tensors"] if tensor["action"] != "merged")
 
 

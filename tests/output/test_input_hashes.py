@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
 import acemerge
@@ -18,10 +19,11 @@ from acemerge.errors import InputError, MergeError
 from acemerge.execute import shard
 from acemerge.execute.opening import find_sources, make_plan
 from acemerge.execute.pipeline import run_merge
+from acemerge.output.manifest import read_merge
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor
 from acemerge.planning.view import View
-from acemerge.recipe.recipe import make_recipe
+from acemerge.recipe.recipe import Recipe, make_recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.tensors.merging import merge_tensor
 from acemerge.tensors.results import MergedTensor
@@ -187,19 +189,51 @@ def test_what_became_of_an_interrupted_run_is_said(
 def test_input_hashes_are_written_and_checked(models: Models, tmp_path: Path) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "out")
     recipe = yaml.safe_load((tmp_path / "out/acemerge.yaml").read_text())
-    expected = hashlib.sha256((models.base / "model.safetensors").read_bytes()).hexdigest()
+    expected = f"blake3:{blake3((models.base / 'model.safetensors').read_bytes()).hexdigest()}"
     assert recipe["inputs"]["base"]["model.safetensors"] == expected
     assert expected in (tmp_path / "out/README.md").read_text()
 
 
-def test_inputs_that_are_not_the_expected_ones_are_refused_before_any_work(models: Models, tmp_path: Path) -> None:
-    recipe = make_recipe(
+def expecting(models: Models, told: str) -> Recipe:
+    return make_recipe(
         {
             "base": str(models.base),
-            "experts": [str(e) for e in models.experts],
-            "inputs": {"base": {"model.safetensors": "0" * 64}},
+            "experts": [str(expert) for expert in models.experts],
+            "inputs": {"base": {"model.safetensors": told}},
         }
     )
-    with pytest.raises(InputError, match="the recipe expects 0000"):
-        run_merge(recipe, tmp_path / "out", RunOptions())
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+def test_inputs_that_are_not_the_expected_ones_are_refused_before_any_work(
+    models: Models, tmp_path: Path, algorithm: str
+) -> None:
+    with pytest.raises(InputError, match=f"hash is {algorithm}:[0-9a-f]+, the recipe expects {algorithm}:0000"):
+        run_merge(expecting(models, f"{algorithm}:{'0' * 64}"), tmp_path / "out", RunOptions())
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_recipe_may_expect_what_the_hub_tells_of_a_file(models: Models, tmp_path: Path) -> None:
+    """Its SHA-256, of a copy whose name is not its hash."""
+    told = f"sha256:{hashlib.sha256((models.base / 'model.safetensors').read_bytes()).hexdigest()}"
+    run_merge(expecting(models, told), tmp_path / "out", RunOptions())
+    assert read_merge(tmp_path / "out").inputs["base"] == {"model.safetensors": told}
+
+
+def test_a_hash_without_its_algorithm_is_refused(models: Models) -> None:
+    with pytest.raises(InputError, match="is no hash; write blake3: or sha256: and its 64"):
+        expecting(models, "0" * 64)
+
+
+def test_a_name_in_the_hubs_cache_is_trusted_unless_verify_is_asked_for(models: Models, tmp_path: Path) -> None:
+    content = (models.base / "model.safetensors").read_bytes()
+    blob, snapshot = tmp_path / "hub" / "blobs" / ("0" * 64), tmp_path / "hub" / "snapshots" / "base"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    blob.write_bytes(content)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    true = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    for verify, told in ((False, f"sha256:{'0' * 64}"), (True, true)):
+        output = tmp_path / f"verify-{verify}"
+        run_merge(make_recipe({"base": str(snapshot), "experts": [str(models.experts[0])]}), output, RunOptions(verify=verify))
+        assert read_merge(output).inputs["base"] == {"model.safetensors": told}

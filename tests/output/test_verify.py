@@ -69,7 +69,7 @@ def test_the_account_of_one_tensor_is_complete(tmp_path: Path) -> None:
     record = next(tensor for tensor in manifest["tensors"] if tensor["name"] == "layers.1.weight")
     assert record["experts"] == {f"expert-{i}": "layers.1.weight" for i in range(3)}
     assert (record["action"], record["reason"], record["method"]) == ("merged", "rule 'layers.1.*'", "ace")
-    assert {"gamma", "branch", "norm", "largest_task_norm", "norm_ratio", "shard", "sha256"} <= record.keys()
+    assert {"gamma", "branch", "norm", "largest_task_norm", "norm_ratio", "shard", "hash"} <= record.keys()
     assert record["options"]["epsilon"] == 0.5
 
 
@@ -118,7 +118,7 @@ def test_what_has_changed_is_named(output: Path, case: str) -> None:
     [
         (lambda text: text[:-100], "cannot be read as JSON"),
         (lambda text: text.replace('"files"', '"filed"'), "damaged, or of another version"),
-        (lambda text: text.replace('"sha256": "', '"sha256": "x'), "damaged, or of another version"),
+        (lambda text: text.replace('"hash": "', '"hash": "x'), "damaged, or of another version"),
     ],
 )
 def test_a_damaged_account(output: Path, damage: Callable[[str], str], complaint: str) -> None:
@@ -136,7 +136,7 @@ def test_an_account_that_does_not_add_up(output: Path) -> None:
 
 def test_an_account_that_names_files_elsewhere(output: Path) -> None:
     manifest = json.loads((output / MANIFEST).read_text())
-    manifest["files"]["../base/config.json"] = "0" * 64
+    manifest["files"]["../base/config.json"] = "blake3:" + "0" * 64
     (output / MANIFEST).write_text(json.dumps(manifest))
     assert f"../base/config.json: named in {MANIFEST}, but outside the folder" in verify_output(output).problems
 

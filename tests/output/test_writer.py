@@ -1,7 +1,6 @@
 """Files are streamed to the disk, like the library's own; the same bytes whatever the shards, the threads and the order."""
 
 import errno
-import hashlib
 import json
 import re
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -21,6 +21,11 @@ from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.output import writer
 from acemerge.output.writer import write_safetensors
 from small_models import Models
+
+
+def blake3_of(content: bytes) -> str:
+    return f"blake3:{blake3(content).hexdigest()}"
+
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "bool"]
 
@@ -37,7 +42,7 @@ def test_streamed_files_load_like_the_librarys_own(
     assert loaded.keys() == tensors.keys()
     assert all(loaded[n].equal(t) and loaded[n].dtype == t.dtype for n, t in tensors.items())
     assert len(path.read_bytes()) <= len(save(tensors, {"format": "pt"})) + 8
-    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert digest == blake3_of(path.read_bytes())
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -47,7 +52,7 @@ def test_each_tensors_own_hash_is_that_of_its_bytes(tmp_path: Path) -> None:
     headers = [(name, TensorHeader(str(t.dtype).removeprefix("torch."), tuple(t.shape))) for name, t in tensors.items()]
     hashes: dict[str, str] = {}
     write_safetensors(tmp_path / "x.safetensors", headers, tensors.values(), hashes)
-    assert hashes == {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+    assert hashes == {name: blake3_of(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
 
 
 def test_one_tensor_is_written_while_the_next_is_made_and_never_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +114,7 @@ def test_every_tensor_is_accounted_for(models: Models, tmp_path: Path) -> None:
     base, output = (load_file(folder / "model.safetensors") for folder in (models.base, tmp_path / "out"))
     assert {t["name"] for t in manifest["tensors"]} == base.keys() == output.keys()
     assert sum(manifest["totals"][a] for a in ("merged", "averaged", "kept", "copied")) == len(base)
-    assert (
-        manifest["outputs"]["model.safetensors"] == hashlib.sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest()
-    )
+    assert manifest["outputs"]["model.safetensors"] == blake3_of((tmp_path / "out/model.safetensors").read_bytes())
 
 
 def test_the_share_of_weights_is_told(models: Models, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from acemerge.errors import InputError
 from acemerge.recipe.arguments import recipe_from
@@ -189,5 +190,49 @@ def test_vocabularies(tmp_path: Path) -> None:
     assert converted(tmp_path, f"{short}base\n").tokenizer == "base"
     with pytest.raises(InputError, match="line 3: 'c' is none of the models"):
         converted(tmp_path, f"{short}c\n")
-    with pytest.raises(InputError, match="line 4: 'chatml' is a template of mergekit's own"):
-        converted(tmp_path, f"{short}b\nchat_template: chatml\n")
+    with pytest.raises(InputError, match="line 4: 'alpaca': of the templates by name only chatml is known"):
+        converted(tmp_path, f"{short}b\nchat_template: alpaca\n")
+
+
+def test_the_chat_template_by_name(tmp_path: Path) -> None:
+    text = "merge_method: karcher\nmodels: [{model: a}, {model: b}]\nchat_template: chatml\n"
+    template = converted(tmp_path, text).chat_template
+    assert template is not None
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    page = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)  # as transformers does
+    told = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+    assert page.render(messages=turns) == told
+    assert page.render(messages=turns[:1], add_generation_prompt=True).endswith("hello<|im_end|>\n<|im_start|>assistant\n")
+
+
+SLICES = """
+    merge_method: ties
+    slices:
+      - sources:
+          - {model: a, layer_range: [0, 2], parameters: {weight: 1}}
+        base_model: b
+      - sources:
+          - {model: a, layer_range: [2, 4], parameters: {weight: 1}}
+        base_model: b
+"""
+
+
+def test_a_base_that_every_slice_names_is_that_of_the_merge(tmp_path: Path) -> None:
+    recipe = converted(tmp_path, SLICES)
+    assert recipe.base == "b"
+    assert [expert.model for expert in recipe.experts] == ["a"]
+    with_one = SLICES.replace("merge_method: ties", "base_model: b\n    merge_method: ties")
+    assert converted(tmp_path, with_one) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (SLICES.replace("base_model: b", "base_model: c", 1), 8),
+        (SLICES.replace("        base_model: b\n", "", 1), 7),
+        (SLICES.replace("merge_method: ties", "base_model: c\n    merge_method: ties"), 6),
+    ],
+)
+def test_slices_with_bases_of_their_own_are_refused(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(InputError, match=f"line {line}: slices with different bases are not read"):
+        converted(tmp_path, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import acemerge
+from acemerge.checkpoints.content_hash import file_hash
 from acemerge.diagnosis.report import diagnosis_page
 from acemerge.errors import InputError
 from acemerge.output.manifest import MANIFEST, read_merge
@@ -47,7 +47,7 @@ def test_a_diagnosis_says_where_it_comes_from_without_local_paths(tmp_path: Path
     expected = "acemerge diagnose base expert-0 expert-1 --orientation stored -m ace:tau=1e9 -m average --quick -o report.html"
     assert page.provenance.command == expected
     assert "acemerge merge base expert-0 expert-1 --orientation stored -o merged --report" in page.commands.values()
-    weights = {path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in (base, *experts)}
+    weights = {path.name: file_hash(path / "model.safetensors") for path in (base, *experts)}
     assert {model: files["model.safetensors"] for model, files in page.provenance.inputs.items()} == weights
     html = page.to_html()
     assert all(sha in html for sha in weights.values())

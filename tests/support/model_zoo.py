@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging as untyped_logging
@@ -243,9 +243,9 @@ def swap_prefix(old: str, new: str) -> Callable[[Tensors], Tensors]:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Relative path -> sha256 of every file below a folder."""
+    """Relative path -> hash of every file below a folder, as manifests have it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {str(path.relative_to(folder)): f"blake3:{blake3(path.read_bytes()).hexdigest()}" for path in files}
 
 
 def load_whole(class_name: str, folder: Path) -> Any:

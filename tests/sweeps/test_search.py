@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import acemerge
 from acemerge.errors import InputError
 from acemerge.methods import get_method
+from acemerge.sweeps.search import Proposals, SearchOptions
 from acemerge.sweeps.space import Range, make_space
 from acemerge.sweeps.table import TABLE
 from command import Command
@@ -81,6 +83,28 @@ def test_an_interrupted_search_goes_on(models: Models, tmp_path: Path, monkeypat
     assert search(models, tmp_path / "out", 9).best == result.best  # a finished one does nothing
     assert merges == []
     assert len(search(models, tmp_path / "out", 11).points) >= len(result.points)
+
+
+GRID: dict[str, list[Any]] = {"epsilon": [1e-6, 1e-5, 1e-4, 1e-3, 1e-2], "alpha": [1.5, 1.0, 0.75], "refine": [True, False]}
+
+
+def tried(trials: int) -> list[tuple[Any, ...]]:
+    """The points that a search of the grid tries, scored without a merge."""
+    proposals, found = Proposals(make_space(get_method("ace"), GRID), SearchOptions(trials)), []
+    while asked := proposals.next():
+        proposals.tell([peak(point.settings) for point in asked])
+        found += [tuple(point.settings.values()) for point in asked]
+    return found
+
+
+def test_a_point_that_comes_up_again_costs_no_trial() -> None:
+    assert len(set(tried(20))) == len(tried(20)) == 20
+    assert len(set(tried(33))) == 30  # all that there are
+
+
+def test_the_best_of_a_grid_in_half_of_its_points() -> None:
+    best = max(product(*GRID.values()), key=lambda values: peak(dict(zip(GRID, values, strict=True))))
+    assert best in tried(15)
 
 
 def test_a_score_that_is_no_number_teaches_nothing(models: Models, tmp_path: Path) -> None:

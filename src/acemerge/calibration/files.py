@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from acemerge.calibration.inputs import Batch, Inputs, Prepared
 from acemerge.calibration.models import load_model, model_class, model_config, outline_model
 from acemerge.calibration.texts import read_texts
+from acemerge.checkpoints.content_hash import file_hash
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.formats.registry import open_file
 from acemerge.errors import InputError, PreflightError, did_you_mean
-from acemerge.output.input_hashes import content_sha256
 
 A_FILE_EACH = "a file per expert, <expert>.jsonl or <expert>.safetensors"
 SUFFIXES = (".safetensors", ".jsonl")
@@ -42,7 +42,7 @@ class FileData:
     folder: Path
     prepared: Mapping[str, Prepared]
     hashes: Mapping[str, str]
-    """sha256 of every file, by its name."""
+    """Hash of every file, by its name."""
 
     @property
     def about(self) -> str:
@@ -52,7 +52,7 @@ class FileData:
     @property
     def record(self) -> dict[str, Any]:
         """With the files' hashes."""
-        return {"about": self.about, "sha256": dict(self.hashes)}
+        return {"about": self.about, "files": dict(self.hashes)}
 
     @property
     def reader(self) -> str:
@@ -67,7 +67,7 @@ class FileData:
             try:
                 file = _file_of(folder, expert)
                 prepared[expert.name] = _prepare(file, base, expert)
-                hashes[file.name] = content_sha256(file)
+                hashes[file.name] = file_hash(file)
             except InputError as error:
                 problems.append(str(error))
         if problems:

@@ -50,7 +50,7 @@ class DataRun:
     plan: Plan
     tensors: Sequence[ComputedTensor]
     hashes: Mapping[str, Mapping[str, str]]
-    """sha256 of every model's files."""
+    """Hash of every model's files."""
     device: torch.device
     progress: Progress
 

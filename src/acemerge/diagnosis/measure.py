@@ -98,7 +98,7 @@ class Diagnosis:
     arguments: tuple[str, ...]
     """What commands about these models begin with: models by the names that others know them by, no local paths, and flags."""
     inputs: Hashes
-    """Model -> file -> its sha256."""
+    """Model -> file -> its hash."""
     versions: Mapping[str, str]
 
     @cached_property

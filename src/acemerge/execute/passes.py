@@ -30,7 +30,7 @@ Gathered = Mapping[Setting | None, Any]
 def gather_statistics(plan: Plan, device: torch.device, progress: Progress, hashes: Callable[[], Hashes] = dict) -> Gathered:
     """Run every statistics pass and every measurement on data that the plan's methods ask for, keyed by method and options.
 
-    `hashes` gives the sha256 of the models' files, by which measurements are kept.
+    `hashes` gives the hashes of the models' files, by which measurements are kept.
     """
     return gather_at_points([plan], device, progress, hashes)[0]
 

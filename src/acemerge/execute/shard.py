@@ -19,7 +19,7 @@ from acemerge.execute.passes import Gathered
 from acemerge.execute.together import own_stream, together
 from acemerge.numerics.threads import share
 from acemerge.output.adapter_writer import AdapterWriter
-from acemerge.output.writer import PartsWriter, StreamedFile, tensor_sha256
+from acemerge.output.writer import PartsWriter, StreamedFile, tensor_hash
 from acemerge.planning.plan import Plan, tensor_record
 from acemerge.planning.progress import Progress
 from acemerge.planning.tensor import PlannedTensor, is_computed
@@ -134,8 +134,8 @@ def _facts(merged: Result) -> dict[str, Any]:
     """What a record says of a result, whichever settings it belongs to."""
     if merged is None:
         return {"active_experts": 0, "warnings": []}
-    sha = {"sha256": tensor_sha256(merged.value)} if isinstance(merged, MergedTensor) else {}
-    return {**merged.facts, "warnings": list(merged.warnings), **sha}
+    told = {"hash": tensor_hash(merged.value)} if isinstance(merged, MergedTensor) else {}
+    return {**merged.facts, "warnings": list(merged.warnings), **told}
 
 
 def _in_file_order(plan: Plan, shard: str) -> Sequence[PlannedTensor]:
@@ -176,7 +176,7 @@ class _ModelOutput:
             self._file.add(merged.scales)
 
     def finish(self) -> Record:
-        return {"sha256": self._file.finish(), "parts": self._parts.finish(), "tensors": self.records}
+        return {"hash": self._file.finish(), "parts": self._parts.finish(), "tensors": self.records}
 
 
 @dataclass
@@ -197,11 +197,11 @@ class _AdapterOutput:
             self._writer.add_factors(tensor, merged)
         elif merged is not None and tensor.form == "value":
             self._writer.add_value(tensor, merged.value)
-        told = {name: fact for name, fact in facts.items() if name != "sha256"}  # the file holds no such tensor
+        told = {name: fact for name, fact in facts.items() if name != "hash"}  # the file holds no such tensor
         self.records.append({**tensor_record(tensor, self.shard, self.plan.experts), **told, "written": tensor.form})
 
     def finish(self) -> Record:
-        return {"sha256": self._writer.finish(), "parts": {}, "tensors": self.records}
+        return {"hash": self._writer.finish(), "parts": {}, "tensors": self.records}
 
 
 _Output = _ModelOutput | _AdapterOutput

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from scipy.linalg import cython_blas, cython_lapack
 from torch import Tensor
 
 _LETTERS = {torch.float32: "s", torch.float64: "d"}
@@ -111,6 +110,8 @@ _get_name.restype, _get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
 
 @cache
 def _function(name: str) -> Callable[..., None]:
+    from scipy.linalg import cython_blas, cython_lapack  # takes a tenth of a second: not for methods that need no BLAS
+
     capsules = {**cython_blas.__pyx_capi__, **cython_lapack.__pyx_capi__}
     signature = _get_name(capsules[name])
     arguments = [ctypes.c_void_p] * (signature.count(b",") + 1)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from acemerge.adapters.adapter import Adapter
 from acemerge.adapters.settings import CONFIG
+from acemerge.checkpoints.content_hash import file_hash
 from acemerge.checkpoints.formats.registry import open_file
 from acemerge.checkpoints.source import is_hub_id
 from acemerge.errors import MergeError
-from acemerge.output.input_hashes import content_sha256
 from acemerge.output.model_names import ModelNames, task_type_of
 from acemerge.output.writer import GrowingFile
 from acemerge.planning.as_adapter import module_of
@@ -74,7 +74,7 @@ class AdapterWriter:
             raise MergeError("no expert changes any matrix, so there is nothing to write as an adapter; leave out --as adapter")
         self._file.headers[:] = [(self._beside_factors(name), header) for name, header in self._file.headers]
         self._file.finish()
-        return content_sha256(self._file.path)
+        return file_hash(self._file.path)
 
     def _beside_factors(self, name: str) -> str:
         """peft wraps a module that has factors; what else the module has is then in its base layer."""

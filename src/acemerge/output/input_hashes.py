@@ -1,8 +1,7 @@
-"""sha256 of every input file, computed on the side while the merge runs: {model name: {file name: hash}}."""
+"""Hashes of every input file, computed on the side while the merge runs: {model name: {file name: hash}}."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,23 +10,12 @@ from pathlib import Path
 
 import torch
 
+from acemerge.checkpoints.content_hash import algorithm_of, file_hash, name_in_hub_cache
 from acemerge.errors import InputError
 from acemerge.planning.plan import Plan
 from acemerge.recipe.recipe import Recipe
 
 Hashes = Mapping[str, Mapping[str, str]]
-
-
-def content_sha256(path: Path) -> str:
-    """The hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def named_sha256(path: Path) -> str:
-    """The same, free for files of the hub cache, which are named by it."""
-    real = path.resolve()
-    return real.name if len(real.name) == 64 and real.parent.name == "blobs" else content_sha256(path)
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,7 @@ class InputHashes:
                 actual = future.result() if future else "unknown: no such file"
                 if actual != expected:
                     raise InputError(
-                        f"{model}/{file}: sha256 is {actual}, the recipe expects {expected}; get the same file, or remove "
+                        f"{model}/{file}: its hash is {actual}, the recipe expects {expected}; get the same file, or remove "
                         "'inputs' from the recipe"
                     )
 
@@ -66,8 +54,14 @@ class InputHashes:
 def hashing_inputs(plan: Plan, *, verify: bool) -> Iterator[InputHashes]:
     """Hash in threads of their own, leaving one to the merge; with `verify`, every file in full and before anything else."""
     with ThreadPoolExecutor(max(1, torch.get_num_threads() - 1)) as pool:
-        models, compute = (plan.base, *plan.experts), content_sha256 if verify else named_sha256
-        futures = {model.name: {file.name: pool.submit(compute, file) for file in model.files} for model in models}
+        expected = plan.recipe.inputs
+        futures = {
+            model.name: {
+                file.name: pool.submit(_input_hash, file, expected.get(model.name, {}).get(file.name), verify)
+                for file in model.files
+            }
+            for model in (plan.base, *plan.experts)
+        }
         try:
             hashes = InputHashes(futures, verify)
             if verify:
@@ -76,3 +70,10 @@ def hashing_inputs(plan: Plan, *, verify: bool) -> Iterator[InputHashes]:
             yield hashes
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _input_hash(file: Path, expected: str | None, verify: bool) -> str:
+    """By the algorithm that the recipe's expectation has; else that of the hub's cache, of whose files the name will do."""
+    named = name_in_hub_cache(file)
+    algorithm = algorithm_of(expected or named or "")
+    return named if named and algorithm == "sha256" and not verify else file_hash(file, algorithm)

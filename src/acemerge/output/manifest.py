@@ -6,15 +6,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
+from acemerge.checkpoints.content_hash import ContentHash, file_hash
 from acemerge.checkpoints.folder import read_json
 from acemerge.errors import InputError
 from acemerge.layer_names import kind_of
 from acemerge.output.adapter_writer import overall_error
-from acemerge.output.input_hashes import Hashes, content_sha256
+from acemerge.output.input_hashes import Hashes
 from acemerge.output.kept_change import shares_of_change
 from acemerge.planning.plan import Plan
 from acemerge.planning.shares import weights_by_fate
@@ -22,9 +23,7 @@ from acemerge.version import __version__, versions
 
 MANIFEST = "acemerge_manifest.json"
 _LARGEST = 200_000_000  # bytes: about 1 kB for each tensor, and the largest models have 100,000
-_OUTCOME = ("warnings", "written", "sha256")  # after the plan's fields and the facts, in a file
-
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_OUTCOME = ("warnings", "written", "hash")  # after the plan's fields and the facts, in a file
 
 
 # --- what it says ------------------------------------------------------------------------------------------------------
@@ -64,7 +63,7 @@ class TensorRecord(_Account):
     warnings: list[str] = Field(default_factory=list)
     written: str | None = None
     """In an adapter: in which form."""
-    sha256: Sha256 | None = None
+    hash: ContentHash | None = None
     """None in an adapter, whose tensors are factors of the change: there the file's hash must do."""
 
     @property
@@ -107,7 +106,7 @@ def _is_number(value: object) -> bool:
 class ShardRecord(_Account):
     """What is noted of a finished shard: its hash, its parts' and what became of each of its tensors."""
 
-    sha256: str
+    hash: str
     parts: dict[str, str]
     tensors: list[TensorRecord]
 
@@ -147,7 +146,7 @@ class Manifest(_Account):
     parts: dict[str, str] = Field(default_factory=dict)
     stages: dict[str, Any] = Field(default_factory=dict)
     """Model -> the recipe and the manifest's facts of the merge that made it, where that was a stage of this one."""
-    files: dict[str, Sha256]
+    files: dict[str, ContentHash]
     """Every other file of the folder."""
 
     @property
@@ -165,7 +164,7 @@ class ExportManifest(_Account):
     """Of one task's model, made from a merge by `acemerge task`."""
 
     exported: str
-    files: dict[str, Sha256]
+    files: dict[str, ContentHash]
 
 
 class _Listing(BaseModel):
@@ -192,8 +191,8 @@ def manifest_of(plan: Plan, shards: Mapping[str, ShardRecord], hashes: Hashes, s
             "cautions": plan.cautions,
             "unused": _unused_tensors(plan),
             "inputs": {model: dict(files) for model, files in hashes.items()},
-            "outputs": {shard: record.sha256 for shard, record in finished.items()},
-            "parts": {path: sha for record in finished.values() for path, sha in record.parts.items()},
+            "outputs": {shard: record.hash for shard, record in finished.items()},
+            "parts": {path: told for record in finished.values() for path, told in record.parts.items()},
             **({"stages": dict(stages)} if stages else {}),
             "files": {},
         }
@@ -215,11 +214,11 @@ def _unused_tensors(plan: Plan) -> dict[str, list[str]]:
 
 
 def write_manifest(folder: Path, manifest: Manifest | ExportManifest, known: Mapping[str, str]) -> None:
-    """Write the folder's own account, last: every other file with its sha256, which --overwrite and `verify` go by.
+    """Write the folder's own account, last: every other file with its hash, which --overwrite and `verify` go by.
 
     `known` are the hashes of files that were hashed as they were written.
     """
-    files = {name: known.get(name) or content_sha256(folder / name) for name in files_below(folder)}
+    files = {name: known.get(name) or file_hash(folder / name) for name in files_below(folder)}
     content = {**manifest.to_json(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -126,7 +126,7 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
     front |= {"library_name": "peft" if is_adapter else "transformers", "tags": ["merge", "acemerge"]}
     if plan.base.folder and (named := licence(plan.base.folder)):
         front["license"] = named
-    files = "\n".join(f"| {model} | `{file}` | `{sha}` |" for model, own in hashes.items() for file, sha in own.items())
+    files = "\n".join(f"| {model} | `{file}` | `{told}` |" for model, own in hashes.items() for file, told in own.items())
     experts = "\n".join(f"- {source.public_name}" for source in sources.experts)
     counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
     shown = recipe.split("\ninputs:")[0].strip()  # of stages, the inputs stay: they are indented
@@ -151,7 +151,7 @@ Tensors: {counts}{tied}. Of all weights: {shares_told(plan.weights)}. `acemerge_
 
 ## Inputs
 
-| model | file | sha256 |
+| model | file | hash |
 |---|---|---|
 {files}
 """

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from acemerge.checkpoints.content_hash import has_hash
 from acemerge.errors import InputError, MergeError
-from acemerge.output.input_hashes import Hashes, InputHashes, content_sha256
+from acemerge.output.input_hashes import Hashes, InputHashes
 from acemerge.output.manifest import ShardRecord, files_below, own_files
 from acemerge.output.publishing import is_occupied, locked, publish, remove, replaced_folder
 from acemerge.output.whole_files import replace_file
@@ -71,8 +72,8 @@ class Staging:
     def check_inputs(self, hashes: Hashes) -> None:
         """Refuse to publish shards of an earlier run that were made from other inputs than this run's."""
         for model, files in self.earlier_inputs.items():
-            for file, sha in files.items():
-                if hashes[model][file] != sha:
+            for file, told in files.items():
+                if hashes[model][file] != told:
                     raise MergeError(
                         f"{model}/{file}: its content is not what the interrupted run read, though its size and date are; pass "
                         "--no-resume to start over"
@@ -92,8 +93,8 @@ class Staging:
         record = self.finished.get(shard)
         if record is None:
             return False
-        expected = {shard: record.sha256, **record.parts}
-        return all((self.folder / name).is_file() and content_sha256(self.folder / name) == sha for name, sha in expected.items())
+        expected = {shard: record.hash, **record.parts}
+        return all((self.folder / name).is_file() and has_hash(self.folder / name, told) for name, told in expected.items())
 
 
 def check_output(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> None:

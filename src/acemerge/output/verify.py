@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from acemerge.checkpoints.content_hash import has_hash
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
 from acemerge.checkpoints.formats.registry import weight_suffixes
 from acemerge.errors import InputError
-from acemerge.output.input_hashes import content_sha256
 from acemerge.output.manifest import MANIFEST, Manifest, TensorRecord, files_below, read_manifest
-from acemerge.output.writer import tensor_sha256
+from acemerge.output.writer import tensor_hash
 from acemerge.planning.shares import ACTIONS
 
 
@@ -55,13 +55,13 @@ def verify_output(folder: Path) -> Verification:
 
 
 def _check_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
-    for name, sha in files.items():
+    for name, expected in files.items():
         path = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             yield f"{name}: named in {MANIFEST}, but outside the folder"
         elif not path.is_file():
             yield f"{name}: missing"
-        elif content_sha256(path) != sha:
+        elif not has_hash(path, expected):
             yield f"{name}: its content has changed"
 
 
@@ -88,4 +88,4 @@ def _compare(model: Checkpoint, tensor: TensorRecord) -> str | None:
     header = model.tensors[tensor.name]
     if (header.dtype, list(header.shape)) != (tensor.output_dtype, tensor.shape):
         return f"is {header.dtype} {list(header.shape)}, the merge wrote {tensor.output_dtype} {tensor.shape}"
-    return None if tensor_sha256(model.read(tensor.name)) == tensor.sha256 else "its values have changed"
+    return None if tensor_hash(model.read(tensor.name)) == tensor.hash else "its values have changed"

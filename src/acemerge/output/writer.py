@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -16,9 +15,9 @@ from typing import Any, BinaryIO
 
 from torch import Tensor, uint8
 
+from acemerge.checkpoints.content_hash import RunningHash, file_hash
 from acemerge.checkpoints.tensor_header import SAFETENSORS_NAME, TensorHeader, element_size
 from acemerge.errors import MergeError
-from acemerge.output.input_hashes import content_sha256
 
 _COPIED_AT_ONCE = 2**23
 _SYNCED_AT_ONCE = 2**27
@@ -27,7 +26,7 @@ _SYNCED_AT_ONCE = 2**27
 def write_safetensors(
     path: Path, headers: Sequence[tuple[str, TensorHeader]], values: Iterable[Tensor], tensor_hashes: dict[str, str] | None = None
 ) -> str:
-    """Write a safetensors file one tensor at a time, in the order given, and return its sha256; `tensor_hashes` gets theirs.
+    """Write a safetensors file one tensor at a time, in the order given, and return its hash; `tensor_hashes` gets theirs.
 
     Memory holds two tensors: one is hashed and written in a thread while the next is made.
     """
@@ -44,7 +43,7 @@ def write_safetensors(
 
 
 class StreamedFile:
-    """A safetensors file that takes its tensors one at a time, in the order given; `tensor_hashes` gets each one's sha256.
+    """A safetensors file that takes its tensors one at a time, in the order given; `tensor_hashes` gets each one's.
 
     The library's own writer needs all tensors at once; here the header is known from the plan, so memory holds one tensor.
     What is written goes on to the disk in a thread, so that little is left to wait for at the end.
@@ -58,7 +57,7 @@ class StreamedFile:
         tensor_hashes: dict[str, str] | None = None,
     ) -> None:
         header = _encoded_header(headers)
-        self._path, self._expected, self._digest = path, iter(headers), hashlib.sha256(header)
+        self._path, self._expected, self._digest = path, iter(headers), RunningHash(header)
         self._tensor_hashes = tensor_hashes
         self._file = open_files.enter_context(path.open("wb"))
         self._disk = open_files.enter_context(ThreadPoolExecutor(1))
@@ -74,7 +73,7 @@ class StreamedFile:
         self._file.write(data)
         self._digest.update(data)
         if self._tensor_hashes is not None:
-            self._tensor_hashes[name] = hashlib.sha256(data).hexdigest()
+            self._tensor_hashes[name] = RunningHash(data).told()
         self._unsynced += data.nbytes
         if self._unsynced >= _SYNCED_AT_ONCE:
             self._start_sync()
@@ -88,17 +87,17 @@ class StreamedFile:
         return self._sync
 
     def finish(self) -> str:
-        """Complete the file; its sha256."""
+        """Complete the file; its hash."""
         left = [name for name, _ in self._expected]
         if left:
             raise MergeError(f"{self._path.name}: tensor '{left[0]}' was not written")
         self._start_sync().result()
-        return self._digest.hexdigest()
+        return self._digest.told()
 
 
-def tensor_sha256(tensor: Tensor) -> str:
+def tensor_hash(tensor: Tensor) -> str:
     """The hash of a tensor's values as a file holds them."""
-    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
+    return RunningHash(_bytes_of(tensor)).told()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview[int]:
@@ -180,4 +179,4 @@ class PartsWriter:
         """Complete the files; their hashes by path."""
         for file in self._files.values():
             file.finish()
-        return {f"{place}/{self._shard}": content_sha256(file.path) for place, file in self._files.items()}
+        return {f"{place}/{self._shard}": file_hash(file.path) for place, file in self._files.items()}

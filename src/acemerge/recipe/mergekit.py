@@ -26,6 +26,13 @@ _FIELDS = frozenset(
 )
 
 
+CHATML = """{% for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\
+{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""The format by which many chat models mark turns."""
+
+
 def is_mergekit(fields: Mapping[str, Any]) -> bool:
     """Whether a file is one of mergekit's: recipes of ours have no `merge_method`."""
     return "merge_method" in fields
@@ -65,7 +72,7 @@ class _Conversion:
         if "modules" in fields:
             self.refuse(("modules",), "models of several modules are not read; give the merge of one of them with 'models'")
         self.slices = self._read_slices()
-        self.base = self._model(fields["base_model"], ("base_model",)) if fields.get("base_model") else None
+        self.base = self._read_base()
         self.translation = self._translation()
 
     def refuse(self, key: Key, problem: str) -> NoReturn:
@@ -84,11 +91,25 @@ class _Conversion:
 
     def _slice(self, each: Any, key: Key) -> OutputSlice:
         self._only(each, key, {"sources", "parameters", "base_model", "residual_weight"})
-        for name in ("base_model", "residual_weight"):
-            if each.get(name) is not None:
-                self.refuse((*key, name), f"'{name}' of a slice is not read; give one base_model for the whole merge")
+        if each.get("residual_weight") is not None:
+            self.refuse((*key, "residual_weight"), "'residual_weight' is not read; mergekit's own methods do not read it either")
         sources = self._sources(each.get("sources") or [], (*key, "sources"), layers=True)
         return OutputSlice(sources, self._parameters(each, key), key)
+
+    def _read_base(self) -> str | None:
+        """That of the whole merge, or the one that every slice names."""
+        found = self._model(self.fields["base_model"], ("base_model",)) if self.fields.get("base_model") else None
+        slices = self.fields.get("slices") or []
+        own = {
+            index: self._model(each["base_model"], ("slices", index, "base_model"))
+            for index, each in enumerate(slices)
+            if each.get("base_model")
+        }
+        for index, model in own.items():
+            if model != (found or own[min(own)]) or (found is None and len(own) < len(slices)):
+                problem = "slices with different bases are not read; give one base_model for the whole merge, or merge in stages"
+                self.refuse(("slices", index, "base_model"), problem)
+        return found or next(iter(own.values()), None)
 
     def _sources(self, given: Any, key: Key, layers: bool) -> list[Source]:
         if not isinstance(given, list) or not given:
@@ -276,8 +297,11 @@ class _Conversion:
         template = self.fields.get("chat_template")
         if template is None:
             return {}
+        if template == "chatml":
+            return {"chat_template": CHATML}
         if "{" not in str(template):
-            self.refuse(("chat_template",), f"'{template}' is a template of mergekit's own; write the template itself, in Jinja")
+            problem = f"'{template}': of the templates by name only chatml is known; write the template itself, in Jinja"
+            self.refuse(("chat_template",), f"{problem}, or take a model's with --files-from")
         return {"chat_template": str(template)}
 
 

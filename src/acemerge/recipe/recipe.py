@@ -15,6 +15,7 @@ try:
 except ImportError:  # PyYAML without its part in C
     from yaml import SafeLoader as FastLoader  # type: ignore[assignment]
 
+from acemerge.checkpoints.content_hash import ContentHash
 from acemerge.checkpoints.untrusted import read_bounded
 from acemerge.errors import InputError, did_you_mean
 from acemerge.recipe.sizes import parse_size
@@ -188,8 +189,8 @@ class Recipe(_Strict):
     shard_size: Annotated[int, BeforeValidator(parse_size), Field(ge=1_000)] = 5_000_000_000
     notes: list[str] = Field(default_factory=list)
     """For whoever reads the plan or the manifest."""
-    inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
-    """Expected sha256 of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""
+    inputs: dict[str, dict[str, ContentHash]] = Field(default_factory=dict)
+    """Expected hashes of weight files, {model name: {file name: hash}}: as written beside every output, checked if given."""
 
     @property
     def float_dtype(self) -> str | None:

@@ -39,7 +39,7 @@ class Provenance:
     command: str
     versions: Mapping[str, str]
     inputs: Mapping[str, Mapping[str, str]]
-    """Model -> file -> its sha256."""
+    """Model -> file -> its hash."""
     note: str = ""
     """Where the command is to be run."""
 

@@ -6,6 +6,7 @@ so the same command goes on after an interruption where it stopped, and a finish
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,12 +31,14 @@ from acemerge.sweeps.points import Point
 from acemerge.sweeps.references import score_references
 from acemerge.sweeps.run import Sweep, SweepOptions, SweepResult
 from acemerge.sweeps.search_report import search_page
-from acemerge.sweeps.space import Range, Space, make_space
+from acemerge.sweeps.space import Range, Space, make_space, sorted_numbers
 from acemerge.sweeps.table import SearchRecord, read_table
 
 REPORT = "search.html"
 _AT_RANDOM = 8
 """Points before the first proposal; at most a third of all. They are merged in one pass, as a grid is."""
+_AGAIN, _DRAWS = 3, 50
+"""How often another point than a known one is asked for before one is drawn at random, and how often one is drawn."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,36 @@ class Proposals:
         optuna = _optuna()
         self._space, self._left = space, options.trials
         self._at_random = max(1, min(_AT_RANDOM, options.trials // 3))
-        sampler = optuna.samplers.GPSampler(seed=options.seed, n_startup_trials=self._at_random)
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._sampler = optuna.samplers.GPSampler(seed=options.seed, n_startup_trials=self._at_random)
+        self._chance = optuna.samplers.RandomSampler(seed=options.seed)
+        self._study = optuna.create_study(direction="maximize")
         self._distributions = {name: _distribution(optuna, values) for name, values in space.items()}
         self._failed = optuna.trial.TrialState.FAIL
         self._asked: list[Any] = []
+        self._scores: dict[str, float] = {}
+        """Of every point that was proposed; not finite where a score teaches nothing, or is not there yet."""
 
     def next(self) -> list[Point]:
         """What to try now: at first some at once, then one by one; none when the search is over."""
         count = min(self._left, self._at_random if not self._study.trials else 1)
         self._left -= count
-        self._asked = [self._study.ask(self._distributions) for _ in range(count)]
-        return [Point({name: self._value(name, trial.params[name]) for name in self._space}) for trial in self._asked]
+        self._asked = [self._ask() for _ in range(count)]
+        return list(map(self._point, self._asked))
+
+    def _ask(self) -> Any:
+        """A trial of a point that was not there before: a repeated one costs nothing, but says again what came of it."""
+        for sampler in (*[self._sampler] * _AGAIN, *[self._chance] * _DRAWS):
+            self._study.sampler = sampler
+            trial = self._study.ask(self._distributions)
+            name = self._point(trial).name
+            if name not in self._scores:
+                self._scores[name] = -math.inf
+                return trial
+            self._tell(trial, self._scores[name])
+        return self._study.ask(self._distributions)  # nothing new is left, or hardly anything
+
+    def _point(self, trial: Any) -> Point:
+        return Point({name: self._value(name, trial.params[name]) for name in self._space})
 
     def _value(self, name: str, chosen: Any) -> Any:
         values = self._space[name]
@@ -73,11 +94,17 @@ class Proposals:
     def tell(self, scores: Sequence[float]) -> None:
         """How those came out; larger is better, and what is not finite teaches nothing."""
         for trial, score in zip(self._asked, scores, strict=True):
-            self._study.tell(trial, score) if score > float("-inf") else self._study.tell(trial, state=self._failed)
+            self._scores[self._point(trial).name] = score
+            self._tell(trial, score)
+
+    def _tell(self, trial: Any, score: float) -> None:
+        self._study.tell(trial, score) if score > -math.inf else self._study.tell(trial, state=self._failed)
 
 
 def _distribution(optuna: Any, values: Range | list[Any]) -> Any:
     if not isinstance(values, Range):
+        if values == sorted_numbers(values):  # neighbours are alike, as in a range
+            return optuna.distributions.IntDistribution(0, len(values) - 1)
         return optuna.distributions.CategoricalDistribution(list(range(len(values))))
     if values.whole:
         return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)

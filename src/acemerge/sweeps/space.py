@@ -58,7 +58,18 @@ def make_space(method: Method, settings: Mapping[str, Sequence[Any] | str]) -> S
 
 
 def _choices(method: Method, name: str, values: Sequence[Any] | str) -> list[Any]:
-    return allowed_values(method, name, [values] if isinstance(values, str) else values)
+    allowed = allowed_values(method, name, [values] if isinstance(values, str) else values)
+    return sorted_numbers(allowed) or allowed
+
+
+def sorted_numbers(values: Sequence[Any]) -> list[float]:
+    """In order, if they are several numbers; else nothing.
+
+    >>> sorted_numbers([0.5, 0.1]), sorted_numbers([True, False])
+    ([0.1, 0.5], [])
+    """
+    numbers = len(values) > 1 and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return sorted(values) if numbers else []
 
 
 def _range(method: Method, name: str, values: Sequence[Any] | str) -> Range:

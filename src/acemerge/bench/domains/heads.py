@@ -17,9 +17,9 @@ from torch.nn.functional import normalize
 from acemerge.bench.data.task import Prompts
 from acemerge.bench.domains.text import quiet_transformers
 from acemerge.cache import cache_folder
+from acemerge.checkpoints.content_hash import named_sha256
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.errors import InputError
-from acemerge.output.input_hashes import named_sha256
 from acemerge.output.whole_files import replace_file
 
 _TEXTS_AT_ONCE = 256

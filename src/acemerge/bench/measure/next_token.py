@@ -21,8 +21,8 @@ from acemerge.bench.measure.evaluation import HERE, Compute, Part, explained, pr
 from acemerge.bench.measure.metrics import Estimate
 from acemerge.cache import cache_folder
 from acemerge.calibration.batches import batches_of_like_length
+from acemerge.checkpoints.content_hash import named_sha256
 from acemerge.checkpoints.folder import open_checkpoint
-from acemerge.output.input_hashes import named_sha256
 from acemerge.output.whole_files import replace_file
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from acemerge.bench.measure.side_by_side import run_side_by_side
 from acemerge.bench.suites.registry import Suite
 from acemerge.cache import cache_folder
 from acemerge.calibration.registry import measurement_of
+from acemerge.checkpoints.content_hash import named_sha256
 from acemerge.checkpoints.families import is_task_head
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.methods import get_method
 from acemerge.methods.registry import Uses
-from acemerge.output.input_hashes import named_sha256
 from acemerge.output.task_models import export_expert
 from acemerge.output.whole_files import replace_file
 from acemerge.version import __version__

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from acemerge.bench.data.task import Task
+from acemerge.checkpoints.content_hash import named_sha256
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.checkpoints.formats.registry import weight_suffixes
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
 from acemerge.errors import InputError
-from acemerge.output.input_hashes import named_sha256
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,11 @@ class _TwinSplits:
 
 
 def _twin_source(file: Path) -> str:
-    from acemerge.output.input_hashes import content_sha256
+    from acemerge.checkpoints.content_hash import named_sha256
 
     if not file.is_file():
         raise InputError(f"{file}: missing; expected {_TWIN_FILE}")
-    return f"Twin-Merging's test.json, {content_sha256(file)[:12]}"
+    return f"Twin-Merging's test.json, {named_sha256(file)[:12]}"
 
 
 def _read_twin(file: Path) -> list[dict[str, Any]]:
