@@ -2,7 +2,7 @@
 
     import acemerge
 
-    acemerge.merge("base", ["expert-a", "expert-b"], "merged", method="ace")
+    acemerge.merge("base", ["expert-a", "expert-b"], "merged")
 
 Names are imported when first used, so that `acemerge --help` does not wait for torch.
 """

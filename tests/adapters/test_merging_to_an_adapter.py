@@ -226,7 +226,9 @@ def saving(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 @pytest.mark.parametrize("save_as", ["adapter", "model"])
 def test_saved_modules_that_stay_at_the_base_are_named(save_as: str, saving: Zoo, tmp_path: Path, command: Command) -> None:
-    code, out, err = command("merge", saving.base, *saving.adapters.values(), "-o", tmp_path / "out", "--as", save_as)
+    code, out, err = command(
+        "merge", saving.base, *saving.adapters.values(), "-m", "ace", "-o", tmp_path / "out", "--as", save_as
+    )
     assert code == 0, err
     notes = json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"]
     assert notes == [

@@ -69,19 +69,20 @@ def test_language_models_are_merged_into_the_tower(tmp_path: Path) -> None:
         expected = alone.get(in_tower[name], base[name])
         assert bitwise_equal(weight, expected), name
     changed_names = [name for name in base if not bitwise_equal(base[name], merged[name])]
-    assert len(changed_names) == 2 * 9 + 1, "matrices and norms of the language tower"
+    assert len(changed_names) == 2 * 9 + 1 + 2, "matrices, norms and embeddings of the language tower"
     load_whole("LlavaForConditionalGeneration", tmp_path / "out")
 
 
-def test_what_merges_in_a_vision_language_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "embeddings"), [("ace", "kept"), ("ace_auto", "averaged")])
+def test_what_merges_in_a_vision_language_model(tmp_path: Path, method: str, embeddings: str) -> None:
     with lora_zoo.quiet():
         llava().save_pretrained(tmp_path / "vlm")
         for seed in (1, 2):
             changed(llava(), seed).save_pretrained(tmp_path / f"{seed}")
-        plan = acemerge.merge(tmp_path / "vlm", [tmp_path / "1", tmp_path / "2"], tmp_path / "out", quiet=True).plan
+        plan = acemerge.merge(tmp_path / "vlm", [tmp_path / "1", tmp_path / "2"], tmp_path / "out", method, quiet=True).plan
     assert plan.family.name == "vlm"
     fates = {tensor.name: tensor.action for tensor in plan.tensors}
-    expected = {"lm_head": "kept", "embed_tokens": "kept", "linear_1.weight": "merged", "position_embedding": "averaged"}
+    expected = {"lm_head": embeddings, "embed_tokens": embeddings, "linear_1.weight": "merged", "position_embedding": "averaged"}
     for part, action in expected.items():
         assert {fates[name] for name in fates if part in name and not name.endswith("position_ids")} == {action}, part
     towers = {action for name, action in fates.items() if name.endswith(("q_proj.weight", "fc1.weight"))}

@@ -108,7 +108,7 @@ def test_methods_that_keep_embeddings_add_rows_to_them(models: tuple[str, list[P
     keep: dict[str, Any] = (
         {"tensors": [{"match": f"*{EMBEDDINGS[architecture]}", "do": "keep"}]} if architecture == "gpt2" else {}
     )
-    acemerge.merge(base, experts, tmp_path / "out", tokenizer="union", **keep)
+    acemerge.merge(base, experts, tmp_path / "out", "ace", tokenizer="union", **keep)
     expect(tmp_path / "out", [base, *experts], EMBEDDINGS[architecture], 0.0)
     common = len(zoo.weights(base)[EMBEDDINGS[architecture]])
     assert torch.equal(

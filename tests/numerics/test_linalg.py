@@ -83,16 +83,16 @@ def test_no_leading_directions(route: str) -> None:
 @pytest.mark.parametrize("tau", [0.0, 1e9], ids=["heterogeneous", "homogeneous"])
 def test_ace_is_the_same_on_both_routes(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], tau: float) -> None:
     task_vectors = random(3, *shape) * torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)[:, None, None]
-    on_lapack = merge_task_vectors(task_vectors, epsilon=1e-3, tau=tau)
+    on_lapack = merge_task_vectors(task_vectors, "ace", epsilon=1e-3, tau=tau)
     monkeypatch.setattr(linalg, "uses_lapack", lambda tensor: False)
-    torch.testing.assert_close(merge_task_vectors(task_vectors, epsilon=1e-3, tau=tau), on_lapack)
+    torch.testing.assert_close(merge_task_vectors(task_vectors, "ace", epsilon=1e-3, tau=tau), on_lapack)
 
 
 def test_blocks_do_not_change_ace(monkeypatch: pytest.MonkeyPatch) -> None:
     task_vectors = random(3, 11, 7) * torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)[:, None, None]
-    whole = merge_task_vectors(task_vectors, epsilon=1e-3, tau=0.0)
+    whole = merge_task_vectors(task_vectors, "ace", epsilon=1e-3, tau=0.0)
     monkeypatch.setattr(linalg, "_BLOCK_ELEMENTS", 15)
-    torch.testing.assert_close(merge_task_vectors(task_vectors, epsilon=1e-3, tau=0.0), whole)
+    torch.testing.assert_close(merge_task_vectors(task_vectors, "ace", epsilon=1e-3, tau=0.0), whole)
 
 
 def test_small_singular_directions_are_as_accurate_as_large_ones(route: str) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import model_zoo as zoo
+from acemerge import merge_task_vectors
 from checkpoint_files import merge, merged_tensors
 from model_zoo import (
     Models,
@@ -21,6 +23,7 @@ from model_zoo import (
     mean_weight,
     read_tensors,
     rewrite,
+    stacked_deltas,
 )
 
 MIXES = [
@@ -39,8 +42,20 @@ MIXES = [
 MATRICES = {"blocks.0.mix.weight": False, "blocks.0.widen.weight": False, "blocks.0.fold.weight": True}  # stored [in, out]?
 
 
-def assert_close_to_float64(models: Models, found: Tensors, dtype: torch.dtype, tolerance: float) -> None:
-    """Every tensor, against ACE and means of the files' values in float64."""
+def merged_weight(method: str, base: Tensor, experts: list[Tensor], *, transpose: bool) -> Tensor:
+    """In float64."""
+    if method == "ace":
+        return ace_weight(base, experts, 1e-5, transpose=transpose)
+    deltas = stacked_deltas(base, experts)
+    if transpose:
+        return base.double() + merge_task_vectors(deltas.mT, method, base=base.double().T).T
+    return base.double() + merge_task_vectors(deltas, method, base=base.double())
+
+
+def assert_close_to_float64(
+    models: Models, found: Tensors, dtype: torch.dtype, tolerance: float, method: str = "ace_auto"
+) -> None:
+    """Every tensor, against the method and means on the files' values in float64."""
     base = read_tensors(models.base)
     experts = [read_tensors(path) for path in models.experts.values()]
     for name, value in base.items():
@@ -49,16 +64,17 @@ def assert_close_to_float64(models: Models, found: Tensors, dtype: torch.dtype, 
             continue
         own = [expert[name] for expert in experts]
         is_matrix = name in MATRICES
-        expected = ace_weight(value, own, 1e-5, transpose=MATRICES[name]) if is_matrix else mean_weight(value, own)
+        expected = merged_weight(method, value, own, transpose=MATRICES[name]) if is_matrix else mean_weight(value, own)
         assert found[name].dtype == dtype
         assert_same_change(name, found[name], expected, value, tolerance)
 
 
+@pytest.mark.parametrize("method", ["ace", "ace_auto"])
 @pytest.mark.parametrize(("base", "experts"), MIXES, ids=str)
-def test_output_has_the_bases_dtype(tmp_path: Path, base: torch.dtype, experts: torch.dtype) -> None:
+def test_output_has_the_bases_dtype(tmp_path: Path, base: torch.dtype, experts: torch.dtype, method: str) -> None:
     models = zoo.build_from_shapes(tmp_path, zoo.UNKNOWN_SHAPES, base_dtype=base, expert_dtype=experts)
     tolerance = 1e-9 if base == torch.float64 else 1e-5
-    assert_close_to_float64(models, merged_tensors(models, tmp_path), base, tolerance)
+    assert_close_to_float64(models, merged_tensors(models, tmp_path, method=method), base, tolerance, method)
 
 
 def test_experts_may_differ_in_dtype(plain: Models, tmp_path: Path) -> None:
@@ -78,7 +94,7 @@ def test_a_dtype_can_be_asked_for(plain: Models, tmp_path: Path, dtype: str) -> 
 
 
 def test_an_asked_for_dtype_also_holds_for_kept_tensors(llama: Models, tmp_path: Path) -> None:
-    found = merged_tensors(llama, tmp_path, dtype="bfloat16")
+    found = merged_tensors(llama, tmp_path, method="ace", dtype="bfloat16")
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     assert bitwise_equal(found["lm_head.weight"], read_tensors(llama.base)["lm_head.weight"].bfloat16())
     assert load_whole("LlamaForCausalLM", tmp_path / "out").dtype == torch.bfloat16

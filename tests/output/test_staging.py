@@ -40,7 +40,7 @@ def test_stale_shards_are_never_reused(models: Models, tmp_path: Path, monkeypat
     done = interrupt(models, tmp_path / "out", monkeypatch)
     options: dict[str, object] = {}
     if change == "option":
-        options["epsilon"] = 0.1
+        options["ridge"] = 0.1
     elif change == "input":
         os.utime(models.base / "model.safetensors", (1, 1))
     elif change == "shard":

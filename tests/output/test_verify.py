@@ -64,13 +64,13 @@ def test_inputs_are_merged_averaged_kept_or_copied_in_every_family(
 
 def test_the_account_of_one_tensor_is_complete(tmp_path: Path) -> None:
     models = write_models(tmp_path)
-    acemerge.merge(models.base, models.experts, tmp_path / "out", tensors=[{"match": "layers.1.*", "options": {"epsilon": 0.5}}])
+    acemerge.merge(models.base, models.experts, tmp_path / "out", tensors=[{"match": "layers.1.*", "options": {"reach": 0.5}}])
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     record = next(tensor for tensor in manifest["tensors"] if tensor["name"] == "layers.1.weight")
     assert record["experts"] == {f"expert-{i}": "layers.1.weight" for i in range(3)}
-    assert (record["action"], record["reason"], record["method"]) == ("merged", "rule 'layers.1.*'", "ace")
-    assert {"gamma", "branch", "norm", "largest_task_norm", "norm_ratio", "shard", "hash"} <= record.keys()
-    assert record["options"]["epsilon"] == 0.5
+    assert (record["action"], record["reason"], record["method"]) == ("merged", "rule 'layers.1.*'", "ace_auto")
+    assert {"overlap", "rank", "strength", "length", "norm", "largest_task_norm", "norm_ratio", "shard", "hash"} <= record.keys()
+    assert record["options"]["reach"] == 0.5
 
 
 @pytest.fixture

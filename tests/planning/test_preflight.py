@@ -193,7 +193,7 @@ def test_nan_in_a_head_is_never_published(models: Models, tmp_path: Path) -> Non
 
 def test_a_mistake_in_a_rule_names_the_rule(models: Models, tmp_path: Path) -> None:
     rules = [{"match": "layers.0.*", "options": {"keep": 0.2}}]
-    assert "recipe rule 'layers.0.*': method 'ace' has no option 'keep'" in problems(models, tmp_path / "out", tensors=rules)
+    assert "recipe rule 'layers.0.*': method 'ace_auto' has no option 'keep'" in problems(models, tmp_path / "out", tensors=rules)
 
 
 def test_how_long_a_merge_is_against_its_inputs_is_a_fact_and_one_warning(tmp_path: Path) -> None:
@@ -201,7 +201,8 @@ def test_how_long_a_merge_is_against_its_inputs_is_a_fact_and_one_warning(tmp_pa
     write_model(tmp_path / "base", base)
     for i in range(4):
         write_model(tmp_path / f"e{i}", fine_tuned(base, i, strength=1e-4 * 3.0**i))
-    result = acemerge.merge(tmp_path / "base", [tmp_path / f"e{i}" for i in range(4)], tmp_path / "out", epsilon=1.0, tau=0.0)
+    experts = [tmp_path / f"e{i}" for i in range(4)]
+    result = acemerge.merge(tmp_path / "base", experts, tmp_path / "out", "ace", epsilon=1.0, tau=0.0)
     assert result.warnings == list(result.plan.cautions)  # of the whole model, and none of single tensors
     assert len(result.warnings) == 1
     assert max(record.get("norm_ratio", 0) for record in result.tensors) > 3

@@ -24,9 +24,9 @@ def models(tmp_path: Path) -> Models:
 
 @pytest.fixture(scope="session")
 def bert(models_of: Callable[..., model_zoo.Models], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A merge of real models."""
+    """A merge of real models, by the method with the most figures."""
     folder, models = tmp_path_factory.mktemp("reported"), models_of(model_zoo.bert)
-    acemerge.merge(models.base, models.experts, folder / "merged")
+    acemerge.merge(models.base, models.experts, folder / "merged", "ace")
     return folder / "merged"
 
 
@@ -49,7 +49,7 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The reports on eight experts of twelve layers."""
     folder = tmp_path_factory.mktemp("reports")
     base, experts = layered(folder, 12, 8)
-    acemerge.merge(base, experts, folder / "merged")
+    acemerge.merge(base, experts, folder / "merged", "ace")
     return {
         "diagnosis": acemerge.diagnose(base, experts).write_report(folder / "diagnosis.html"),
         "merge": write_report(merge_page(read_merge(folder / "merged")), folder / "merge.html"),

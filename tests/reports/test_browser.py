@@ -80,7 +80,7 @@ def check_figures(page: Any, width: int, scheme: str) -> None:
 
 def column(page: Any, heading: str) -> list[str]:
     index = [text.strip() for text in page.locator("thead th button").all_text_contents()].index(heading)
-    return [str(t) for t in page.locator(f"tbody tr:visible :nth-child({index + 1})").all_inner_texts()]
+    return [str(t) for t in page.locator(f"tbody tr:visible > :nth-child({index + 1})").all_inner_texts()]
 
 
 @pytest.mark.parametrize(("name", "heading"), [("diagnosis", "gamma"), ("merge", "|M|")])
@@ -176,14 +176,14 @@ def test_the_table_comes_as_csv(browser: Any, folded_page: Path, tmp_path: Path)
     opened = Opened(browser, folded_page, "desktop")
     with opened.page.expect_download() as download:
         opened.page.get_by_role("button", name="Download all 21 rows as CSV").click()
-    assert download.value.suggested_filename == "base-merged-by-ace.csv"
+    assert download.value.suggested_filename == "base-merged-by-ace_auto.csv"
     download.value.save_as(tmp_path / "table.csv")
     with (tmp_path / "table.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     manifest = json.loads((folded_page.with_suffix("") / MANIFEST).read_text())
     assert [row["tensor"] for row in rows] == [tensor["name"] for tensor in manifest["tensors"]], "also those folded away"
     for row, tensor in zip(rows, manifest["tensors"], strict=True):
-        assert row["gamma"] == ("" if "gamma" not in tensor else repr(float(tensor["gamma"]))), "all digits"
+        assert row["overlap"] == ("" if "overlap" not in tensor else repr(float(tensor["overlap"]))), "all digits"
     assert opened.complaints == []
     opened.context.close()
 

@@ -45,7 +45,7 @@ def test_merge_with_report_puts_it_into_the_output_and_its_account(models: Model
     assert not (tmp_path / "out" / "report.html").exists()
 
 
-@pytest.mark.parametrize("method", ["average", "ties", "tsv_m", "emr"])
+@pytest.mark.parametrize("method", ["ace_auto", "average", "ties", "tsv_m", "emr"])
 def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path, method: str) -> None:
     acemerge.merge(models.base, models.experts, tmp_path / "out", method=method)
     page = merge_page(read_merge(tmp_path / "out"))
@@ -56,7 +56,7 @@ def test_methods_without_gamma_have_a_report_too(models: Models, tmp_path: Path,
 
 @pytest.mark.parametrize(("tau", "shown"), [(1e-6, True), (1e9, False)])
 def test_gamma_is_drawn_where_it_decides_something(models: Models, tmp_path: Path, tau: float, shown: bool) -> None:
-    acemerge.merge(models.base, models.experts, tmp_path / "out", tau=tau)
+    acemerge.merge(models.base, models.experts, tmp_path / "out", "ace", tau=tau)
     names = [figure.name for figure in merge_page(read_merge(tmp_path / "out")).figures]
     assert ("heterogeneity" in names) == shown
 
@@ -101,7 +101,8 @@ def test_an_idle_expert_is_named(tmp_path: Path) -> None:
     model_zoo.rewrite(base, tmp_path / "idle", lambda tensors: tensors)
     acemerge.merge(base, [*experts, tmp_path / "idle"], tmp_path / "out")
     (finding,) = [finding for finding in findings(read_merge(tmp_path / "out")) if "'idle' changed nothing" in finding.text]
-    assert finding.command.startswith("acemerge merge base expert-0 -m ace -s alpha=1.0 ")
+    options = "-s alpha=1.0 -s power=0.25 -s reach=0.06 -s ridge=0.01"
+    assert finding.command == f"acemerge merge base expert-0 -m ace_auto {options} -o again"
 
 
 def test_a_report_of_twelve_layers_is_small(twelve_layers: dict[str, Path]) -> None:
@@ -111,6 +112,7 @@ def test_a_report_of_twelve_layers_is_small(twelve_layers: dict[str, Path]) -> N
 @pytest.mark.parametrize(
     ("method", "facts"),
     [
+        ("ace_auto", ["active experts", "overlap", "rank", "strength", "length"]),
         ("ace", ["active experts", "gamma", "branch", "ridge share", "precision"]),
         ("tsv_m", ["active experts", "directions each", "weakest direction"]),
         ("nan", ["coefficient expert-0", "coefficient expert-1", "coefficient expert-2"]),

@@ -20,12 +20,12 @@ from sweeping import ALPHAS, GRID, count_merges, distance_from_base, methods_mer
 
 def test_points_that_are_done_are_not_done_again(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "grid"
-    first = acemerge.sweep(models.base, models.experts, output, {"epsilon": [1e-5, 1e-3]})
+    first = acemerge.sweep(models.base, models.experts, output, {"epsilon": [1e-5, 1e-3]}, "ace")
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*.safetensors")}
     seen = count_merges(monkeypatch)
-    acemerge.sweep(models.base, models.experts, output, {"epsilon": [1e-5, 1e-3]})
+    acemerge.sweep(models.base, models.experts, output, {"epsilon": [1e-5, 1e-3]}, "ace")
     assert seen == []
-    larger = acemerge.sweep(models.base, models.experts, output, {"epsilon": [1e-5, 1e-4, 1e-3]})
+    larger = acemerge.sweep(models.base, models.experts, output, {"epsilon": [1e-5, 1e-4, 1e-3]}, "ace")
     assert set(seen) == {1}  # one point only
     assert [point.folder is not None for point in larger.points] == [True] * 3
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -68,7 +68,7 @@ def test_an_interrupted_pass_goes_on_from_its_shards(models: Models, tmp_path: P
     output = tmp_path / "grid"
 
     def work() -> None:
-        acemerge.sweep(models.base, models.experts, output, GRID, shard_size="1kB")
+        acemerge.sweep(models.base, models.experts, output, GRID, "ace", shard_size="1kB")
 
     def interrupted(merges: Sequence[TensorMerge], device: torch.device) -> Any:
         if merges[0].planned.name == "layers.1.weight":
@@ -84,7 +84,7 @@ def test_an_interrupted_pass_goes_on_from_its_shards(models: Models, tmp_path: P
     work()
     assert 0 < len(seen) < 6
     assert not [name for name in names_in(output) if "partial" in name]
-    acemerge.sweep(models.base, models.experts, tmp_path / "whole", GRID, shard_size="1kB")
+    acemerge.sweep(models.base, models.experts, tmp_path / "whole", GRID, "ace", shard_size="1kB")
     for path in (tmp_path / "whole").rglob("*.safetensors"):
         assert path.read_bytes() == (output / path.relative_to(tmp_path / "whole")).read_bytes()
 
@@ -93,9 +93,9 @@ def test_a_folder_of_another_merge_is_not_taken_for_done(models: Models, tmp_pat
     output = tmp_path / "grid"
     acemerge.sweep(models.base, models.experts, output, ALPHAS)
     with pytest.raises(InputError, match=r"alpha=0\.5: already exists"):
-        acemerge.sweep(models.base, models.experts, output, ALPHAS, tau=0.0)
-    acemerge.sweep(models.base, models.experts, output, ALPHAS, tau=0.0, overwrite=True)
-    assert json.loads((output / "alpha=0.5" / "acemerge_manifest.json").read_text())["options"]["tau"] == 0.0
+        acemerge.sweep(models.base, models.experts, output, ALPHAS, ridge=0.1)
+    acemerge.sweep(models.base, models.experts, output, ALPHAS, ridge=0.1, overwrite=True)
+    assert json.loads((output / "alpha=0.5" / "acemerge_manifest.json").read_text())["options"]["ridge"] == 0.1
 
 
 def test_points_of_another_sweep_are_not_mixed_with_these(models: Models, tmp_path: Path) -> None:

@@ -17,20 +17,20 @@ from small_models import Models
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--set", "epsilonn=1"], "method 'ace' has no option 'epsilonn': did you mean 'epsilon'?"),
-        (["--set", "epsilon=1e-5,lots"], "epsilon='lots' is not allowed: it must be"),
-        (["--set", "epsilon="], "a value is empty"),
-        (["--set", "epsilon=1e-5,,1e-4"], "a value is empty"),
-        (["--set", "epsilon"], "write it as KEY=VALUE,VALUE"),
-        (["--set", "epsilon=1e-5,0.00001"], "--set epsilon: the value 1e-05 is given twice"),
-        (["--set", "epsilon=paper,1e-5"], "epsilon=paper and epsilon=1e-05 are the same merge"),
-        (["--set", "epsilon=1", "--set", "epsilon=2"], "--set epsilon: is given twice"),
-        (["--set", "dtype=float16,float32"], "not an option of a method; use --dtype"),
+        (["-m", "ace", "--set", "epsilonn=1"], "method 'ace' has no option 'epsilonn': did you mean 'epsilon'?"),
+        (["-m", "ace", "--set", "epsilon=1e-5,lots"], "epsilon='lots' is not allowed: it must be"),
+        (["-m", "ace", "--set", "epsilon="], "a value is empty"),
+        (["-m", "ace", "--set", "epsilon=1e-5,,1e-4"], "a value is empty"),
+        (["-m", "ace", "--set", "epsilon"], "write it as KEY=VALUE,VALUE"),
+        (["-m", "ace", "--set", "epsilon=1e-5,0.00001"], "--set epsilon: the value 1e-05 is given twice"),
+        (["-m", "ace", "--set", "epsilon=paper,1e-5"], "epsilon=paper and epsilon=1e-05 are the same merge"),
+        (["-m", "ace", "--set", "epsilon=1", "--set", "epsilon=2"], "--set epsilon: is given twice"),
+        (["-m", "ace", "--set", "dtype=float16,float32"], "not an option of a method; use --dtype"),
         (["--set", "tau=1", "-m", "ties"], "method 'ties' has no option 'tau'"),
-        (["--set", "tau=1", "--keep", "bset"], "did you mean 'best'?"),
-        (["--set", "tau=1", "--evaluate", "no-such-command-here"], "there is no such command"),
-        (["--set", "tau=1", "--maximise", "a", "--minimise", "b"], "one score decides"),
-        (["--set", "tau=1", "--dtype", "int8"], "dtype"),
+        (["-m", "ace", "--set", "tau=1", "--keep", "bset"], "did you mean 'best'?"),
+        (["-m", "ace", "--set", "tau=1", "--evaluate", "no-such-command-here"], "there is no such command"),
+        (["-m", "ace", "--set", "tau=1", "--maximise", "a", "--minimise", "b"], "one score decides"),
+        (["-m", "ace", "--set", "tau=1", "--dtype", "int8"], "dtype"),
     ],
 )
 def test_refusals(models: Models, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: list[str], message: str) -> None:
@@ -43,7 +43,7 @@ def test_nothing_to_vary(models: Models, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a sweep varies something"):
         acemerge.sweep(models.base, models.experts, tmp_path / "grid", {})
     with pytest.raises(InputError, match="give at least one value"):
-        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"tau": []})
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"tau": []}, "ace")
 
 
 def test_names_and_values() -> None:

@@ -23,14 +23,16 @@ from sweeping import GRID, check_as_merged_alone, names_in
 
 
 def test_every_point_is_what_a_merge_writes(models: Models, tmp_path: Path) -> None:
-    result = acemerge.sweep(models.base, models.experts, tmp_path / "grid", GRID, shard_size="1kB")
+    result = acemerge.sweep(models.base, models.experts, tmp_path / "grid", GRID, "ace", shard_size="1kB")
     assert len(result.points) == 8
     assert result.best is None
     assert result.points[0].settings == {"epsilon": 1e-5, "tau": 0.0, "k_frac": 0.1}
     assert result.points[0].folder == tmp_path / "grid" / "epsilon=1e-05,tau=0.0,k_frac=0.1"
     assert names_in(tmp_path / "grid") == sorted([TABLE, *(point.folder.name for point in result.points if point.folder)])
     for number, point in enumerate(result.points):
-        alone = acemerge.merge(models.base, models.experts, tmp_path / f"alone-{number}", shard_size="1kB", **point.settings)
+        alone = acemerge.merge(
+            models.base, models.experts, tmp_path / f"alone-{number}", "ace", shard_size="1kB", **point.settings
+        )
         assert point.folder is not None
         check_as_merged_alone(point.folder, alone.output)
         assert point.warnings == sum(len(tensor["warnings"]) for tensor in alone.tensors)
@@ -84,9 +86,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 @pytest.mark.parametrize("save_as", ["adapter", "model"])
 def test_adapters(zoo: Zoo, tmp_path: Path, save_as: str) -> None:
     settings = {"epsilon": [1e-4, 1e-2], "tau": [0.0, 9.0]}
-    result = acemerge.sweep(zoo.base, zoo.adapters, tmp_path / "grid", settings, save_as=save_as)
+    result = acemerge.sweep(zoo.base, zoo.adapters, tmp_path / "grid", settings, "ace", save_as=save_as)
     for number, point in enumerate(result.points):
-        alone = acemerge.merge(zoo.base, zoo.adapters, tmp_path / str(number), save_as=save_as, **point.settings)
+        alone = acemerge.merge(zoo.base, zoo.adapters, tmp_path / str(number), "ace", save_as=save_as, **point.settings)
         assert point.folder is not None
         if save_as == "model":
             check_as_merged_alone(point.folder, alone.output)
@@ -100,8 +102,8 @@ def test_adapters(zoo: Zoo, tmp_path: Path, save_as: str) -> None:
 
 def test_a_recipes_fixed_options_and_rules_hold(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = {
-        "base": str(models.base), "experts": [str(e) for e in models.experts], "options": {"k_frac": 0.5},
-        "tensors": [{"match": "embed.*", "do": "keep"}],
+        "base": str(models.base), "experts": [str(e) for e in models.experts], "method": "ace",
+        "options": {"k_frac": 0.5}, "tensors": [{"match": "embed.*", "do": "keep"}],
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     assert run_command(monkeypatch, "sweep", tmp_path / "recipe.yaml", "-o", tmp_path / "grid", "--set", "tau=0,1", "-q") == 0
@@ -116,5 +118,5 @@ def test_nan_in_an_input_stops_all_points_and_leaves_no_folder(models: Models, t
     tensors["layers.0.weight"][0, 0] = torch.nan
     save_file(tensors, models.experts[0] / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MergeError, match=r"1 NaN or infinite values in 'layers\.0\.weight'"):
-        acemerge.sweep(models.base, models.experts, tmp_path / "grid", GRID)
+        acemerge.sweep(models.base, models.experts, tmp_path / "grid", GRID, "ace")
     assert not list(tmp_path.glob("grid*"))

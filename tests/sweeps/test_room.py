@@ -29,7 +29,7 @@ def test_a_disk_too_small_for_all_names_the_way_out(models: Models, tmp_path: Pa
 def test_memory_counts_what_the_shared_route_holds(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(local, "check_memory", asked.append)
-    result = acemerge.merge(models.base, models.experts, tmp_path / "one")
-    acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]})
+    result = acemerge.merge(models.base, models.experts, tmp_path / "one", "ace")
+    acemerge.sweep(models.base, models.experts, tmp_path / "grid", {"epsilon": [1e-5, 1e-3]}, "ace")
     assert asked[0] == result.plan.peak_memory
     assert asked[1] > result.plan.peak_memory

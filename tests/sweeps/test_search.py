@@ -39,7 +39,7 @@ def evaluate(folder: Path, settings: Mapping[str, Any]) -> dict[str, float]:
 
 def search(models: Models, output: Path, trials: int = 18, **more: Any) -> acemerge.SweepResult:
     chosen = {"evaluate": evaluate, **more}
-    return acemerge.sweep(models.base, models.experts, output, SPACE, search=trials, **chosen)
+    return acemerge.sweep(models.base, models.experts, output, SPACE, "ace", search=trials, **chosen)
 
 
 def test_a_search_beats_a_grid_of_more_points(models: Models, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_the_command_with_a_scoring_command_and_a_page(
     best = table["points"][table["best"]]["settings"]["alpha"]
     for shown in (repeated, f"acemerge merge {models_told} -m task_arithmetic -s alpha={best} -o best"):
         assert shown in page
-    assert page.count('title="sha256 ') == len(models.experts) + 1
+    assert page.count('title="blake3:') == len(models.experts) + 1
     assert str(tmp_path) not in page
 
 
@@ -173,7 +173,7 @@ def test_ranges_and_lists() -> None:
 
 def test_what_a_search_needs(models: Models, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="goes by scores"):
-        acemerge.sweep(models.base, models.experts, tmp_path / "out", SPACE, search=5)
+        acemerge.sweep(models.base, models.experts, tmp_path / "out", SPACE, "ace", search=5)
     with pytest.raises(InputError, match="at least two trials"):
         search(models, tmp_path / "out", 1)
     with pytest.raises(InputError, match="a range is for --search"):

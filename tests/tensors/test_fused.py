@@ -83,11 +83,11 @@ def test_what_is_told_of_every_block(stored_in_out: bool, tmp_path: Path) -> Non
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     [record] = [tensor for tensor in manifest["tensors"] if tensor["name"] == "layers.0.qkv.weight"]
     assert record["orientation"].endswith(", as 3 matrices")
-    assert {f"gamma of block {block}" for block in range(3)} <= record.keys()
+    assert {f"overlap of block {block}" for block in range(3)} <= record.keys()
     written, before = (load_file(tmp_path / model / "model.safetensors")[record["name"]] for model in ("out", "base"))
     assert record["norm"] == pytest.approx(float((written - before).norm()), rel=1e-4)
     table = merge_page(read_merge(tmp_path / "out")).table
-    assert "gamma of block 2" in [column.title for column in table.columns]
+    assert "overlap of block 2" in [column.title for column in table.columns]
 
 
 def test_adapters_of_a_fused_matrix(tmp_path: Path) -> None:

@@ -156,8 +156,8 @@ def test_what_is_told_of_a_stack(tmp_path: Path) -> None:
     acemerge.merge(folders[0], folders[1:], tmp_path / "out")
     records = {tensor["name"]: tensor for tensor in json.loads((tmp_path / "out" / MANIFEST).read_text())["tensors"]}
     few, many = records["layers.0.mlp.experts.down_proj"], records["layers.0.mlp.experts.gate_up_proj"]
-    assert {f"gamma of block {block}" for block in range(4)} <= few.keys()
-    assert many["gamma of block 7"] is not None
+    assert {f"overlap of block {block}" for block in range(4)} <= few.keys()
+    assert many["overlap of block 7"] is not None
     written, before = (load_file(tmp_path / model / "model.safetensors")[many["name"]] for model in ("out", "base"))
     assert many["norm"] == pytest.approx(float((written - before).norm()), rel=1e-4)
 
@@ -179,17 +179,18 @@ def test_of_many_matrices_the_middle_and_the_ends_are_told() -> None:
     }
 
 
-def test_a_sweep_makes_what_merges_make(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "option", "values"), [("ace", "epsilon", [1e-5, 1e-2]), ("ace_auto", "power", [0.25, 1.0])])
+def test_a_sweep_makes_what_merges_make(tmp_path: Path, method: str, option: str, values: list[float]) -> None:
     folders = write_mixtures(tmp_path)
-    acemerge.sweep(folders[0], folders[1:], tmp_path / "sweep", {"epsilon": [1e-5, 1e-2]}, keep="all")
-    for epsilon in (1e-5, 1e-2):
-        acemerge.merge(folders[0], folders[1:], tmp_path / f"{epsilon}", epsilon=epsilon)
+    acemerge.sweep(folders[0], folders[1:], tmp_path / "sweep", {option: values}, method, keep="all")
+    for value in values:
+        acemerge.merge(folders[0], folders[1:], tmp_path / f"{value}", method, **{option: value})
         [swept] = [
             path
             for path in (tmp_path / "sweep").rglob("model.safetensors")
-            if json.loads((path.parent / MANIFEST).read_text())["options"]["epsilon"] == epsilon
+            if json.loads((path.parent / MANIFEST).read_text())["options"][option] == value
         ]
-        assert swept.read_bytes() == (tmp_path / f"{epsilon}" / "model.safetensors").read_bytes()
+        assert swept.read_bytes() == (tmp_path / f"{value}" / "model.safetensors").read_bytes()
 
 
 def test_a_diagnosis_measures_a_stack(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tiny_bench import SUITE
 def test_profile_matches_a_merge(cache: Path, tmp_path: Path) -> None:
     experts = Experts(SUITE.domain, 0)
     folders = {task.name: experts.folder(task) for task in SUITE.tasks}
-    result = acemerge.merge(experts.base, folders, tmp_path / "merged")
+    result = acemerge.merge(experts.base, folders, tmp_path / "merged", "ace")
     gammas = {record["name"]: record["gamma"] for record in result.tensors if record["action"] == "merged"}
     found = profile(SUITE, 0)
     assert {tensor.name: tensor.gamma for tensor in found.matrices} == pytest.approx(gammas)

@@ -19,7 +19,7 @@ def test_evaluate_gives_what_the_bench_gives(
     trained: Experts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = {task.name: trained.folder(task) for task in TASKS}
-    acemerge.merge(trained.base, folders, tmp_path / "merged")
+    acemerge.merge(trained.base, folders, tmp_path / "merged", "ace")
     where = ["--suite", SUITE.name, "--limit", 60, "-o", tmp_path]
     monkeypatch.setattr(run, "measured_merge", merge_here)
     bench = {c.label: measure(Job(SUITE, c, 0, 60)) for c in (BASE, EXPERTS, Candidate("ace", {"method": "ace"}))}

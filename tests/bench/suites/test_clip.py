@@ -102,7 +102,7 @@ def test_a_bench_of_hub_checkpoints(zoo: Path, data: Data, tmp_path: Path, monke
         assert rows["experts"]["scores"][task] == plain_accuracy(clip, expert, task, data)
         assert rows["base"]["scores"][task] == plain_accuracy(clip, load_file(clip / "model.safetensors"), task, data)
 
-    acemerge.merge(clip, {task: zoo / "models" / task for task in TASKS}, tmp_path / "merged")
+    acemerge.merge(clip, {task: zoo / "models" / task for task in TASKS}, tmp_path / "merged", "ace")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for task in TASKS:
         assert rows["ace"]["scores"][task] == plain_accuracy(clip, merged, task, data)

@@ -74,7 +74,7 @@ def test_gpt2_on_glue(gpt2: tuple[Path, dict[str, Rows]], tmp_path: Path, monkey
     assert run_command(monkeypatch, "bench", "gpt2-glue", "--methods", "ace,emr", *where) == 0
     rows = rows_in(tmp_path / "gpt2-glue.json")
     assert rows["ace"]["hyper_parameters"].startswith("alpha=1, epsilon=0.04"), rows["ace"]["hyper_parameters"]
-    acemerge.merge(base, {task: folder / "models" / task for task in GPT2}, tmp_path / "merged")
+    acemerge.merge(base, {task: folder / "models" / task for task in GPT2}, tmp_path / "merged", "ace")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for task in GPT2:
         split = "validation_matched" if task == "mnli" else "validation"
@@ -205,7 +205,7 @@ def test_roberta_on_twin_mergings_rows(
     assert run_command(monkeypatch, "bench", "roberta-base-glue", "--methods", "ace", *where) == 0
     rows = rows_in(tmp_path / "roberta-base-glue.json")
     folders = {task: folder / "models" / task / "roberta-base_lr1e-05" for task in ROBERTA}
-    acemerge.merge(folder / "models" / "base", folders, tmp_path / "merged")
+    acemerge.merge(folder / "models" / "base", folders, tmp_path / "merged", "ace")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     shares = []
     for number, task in enumerate(ROBERTA):
