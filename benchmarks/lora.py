@@ -82,11 +82,11 @@ from acemerge.execute.opening import find_sources, make_plan
 from acemerge.recipe.recipe import make_recipe
 from acemerge.tensors.factoring import merge_to_factors
 from acemerge.tensors.merging import merge_tensor
-acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)
+acemerge.merge_task_vectors(torch.randn(2, 64, 64), "ace", tau=0.0)
 folder, adapters, route = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 recipe = make_recipe({
     "base": str(folder / "base"), "experts": [str(folder / f"adapter-{i}") for i in range(adapters)],
-    "save_as": "adapter" if route == "adapter" else "model"})
+    "method": "ace", "save_as": "adapter" if route == "adapter" else "model"})
 plan = make_plan(recipe, find_sources(recipe))
 cpu, largest = torch.device("cpu"), 0
 print("ready", flush=True); sys.stdin.readline()

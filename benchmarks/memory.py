@@ -79,7 +79,7 @@ def make_models(shapes: Shapes, folder: Path) -> None:
 _CHILD = """
 import sys, torch, acemerge
 from acemerge.execute.pipeline import run_merge
-acemerge.merge_task_vectors(torch.randn(2, 64, 64), tau=0.0)
+acemerge.merge_task_vectors(torch.randn(2, 64, 64))
 print("ready", flush=True); sys.stdin.readline()
 folder, experts = sys.argv[1], int(sys.argv[2])
 acemerge.merge(f"{folder}/base", [f"{folder}/expert-{i}" for i in range(1, experts + 1)], f"{folder}/merged", quiet=False)

@@ -43,8 +43,8 @@ text { font: 20px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-seri
 }
 </style>"""
 
-SUITES = {"text-8": "8 text experts", "vision-8": "8 vision experts", "vision-20": "20 vision experts"}
-METHODS = ("ace", "tsv_m", "actmat", "cart", "iso_cts", "iso_c", "ties", "task_arithmetic", "average")
+SUITES = {"text-8": "8 text experts", "vision-8": "8 vision experts", "lora-text-8": "8 LoRA experts"}
+METHODS = ("ace_auto", "ace", "tsv_m", "cart", "iso_cts", "task_arithmetic", "average")
 NAMES_WIDTH, PANEL, BAR, ROW, TOP = 172, 228, 156, 30, 84
 
 
@@ -77,18 +77,18 @@ class Score:
 
 def scores(suite: str) -> dict[str, Score]:
     """Every row of a suite's table."""
-    table: dict[str, Any] = json.loads((ROOT / "docs" / "results" / f"{suite}.json").read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads((ROOT / "docs" / "results" / f"ace_auto-{suite}.json").read_text(encoding="utf-8"))
     return {row["row"]: Score(100 * row["average"], 100 * row["standard_error"]) for row in table["rows"]}
 
 
 def results() -> str:
     """Bars of every method that was measured on all three suites, with the experts' own accuracy as their frame."""
-    parts = [text(20, TOP + (row + 0.72) * ROW, name, "head" if name == "ace" else "") for row, name in enumerate(METHODS)]
+    parts = [text(20, TOP + (row + 0.72) * ROW, name, "head" if name == "ace_auto" else "") for row, name in enumerate(METHODS)]
     for column, (suite, words) in enumerate(SUITES.items()):
         parts += _panel(NAMES_WIDTH + 16 + column * PANEL, words, scores(suite))
     foot = TOP + len(METHODS) * ROW
     parts += [
-        text(20, foot + 32, "Accuracy in percent of one merged model, mean over tasks and three sets of experts;", "faint small"),
+        text(20, foot + 32, "Accuracy in percent of one merged model, mean over tasks, one set of experts;", "faint small"),
         text(20, foot + 56, "default options. Dashed: the experts, each on its own task. Bold: the best and", "faint small"),
         text(20, foot + 80, "what is within its standard error.", "faint small"),
     ]
@@ -100,7 +100,7 @@ def _panel(left: float, words: str, found: Mapping[str, Score]) -> list[str]:
     parts = [text(left, 34, words, "head"), text(left, 62, f"experts {experts:.1f}", "faint small")]
     for row, name in enumerate(METHODS):
         mean, y = found[name].mean, TOP + row * ROW
-        style = name if name in ("ace", "average") else "other"
+        style = {"ace_auto": "ace", "average": "average"}.get(name, "other")
         parts += [
             f'<rect class="{style}" x="{left}" y="{y + 4}" width="{BAR * mean / experts:.1f}" height="{ROW - 8}"/>',
             f'<rect class="experts" x="{left}" y="{y + 4}" width="{BAR}" height="{ROW - 8}"/>',

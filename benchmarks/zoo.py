@@ -299,7 +299,7 @@ def _flags(zoo: Zoo) -> Case:
     write = _Writer(zoo, "other flags")
     write.merge("gpt2", "stored", "--orientation", "stored")
     write.merge("bert", "generic", "--preset", "generic", "--missing", "skip")
-    write.merge("vit", "verified", "--verify", "--no-resume", "-s", "epsilon=1e-3", "-s", "refine=false")
+    write.merge("vit", "verified", "--verify", "--no-resume", "-m", "ace", "-s", "epsilon=1e-3", "-s", "refine=false")
     write.merge("llama", "threads", "--threads", "2", "-m", "ties", "-s", "scope=tensor")
     return write.case
 
@@ -311,12 +311,12 @@ def _sweeps(zoo: Zoo) -> list[Case]:
 
     plain = _Writer(zoo, "sweep")
     grids: dict[str, tuple[str, list[object]]] = {
-        "ace": ("bert", ["-s", "epsilon=1e-4,1e-2", "-s", "k_frac=0.1,0.5", "-s", "tau=0,0.3"]),
+        "ace": ("bert", ["-m", "ace", "-s", "epsilon=1e-4,1e-2", "-s", "k_frac=0.1,0.5", "-s", "tau=0,0.3"]),
         "ties": ("gpt2", ["-m", "ties", "-s", "keep=0.1,0.3", "-s", "alpha=0.5,1", *SHARDS]),
         "emr": ("vit", ["-m", "emr", "-s", "alpha=0.5,1"]),
         "wudi": ("llama", ["-m", "wudi", "-s", "mode=closed_form", "-s", "alpha=0.5,1"]),
         "regmean": ("bert", ["-m", "regmean", "-s", "off_diagonal=0.5,0.9", "--data", zoo.rows("bert")]),
-        "adapters": ("adapters of LlamaForCausalLM", ["-s", "epsilon=1e-4,1e-2", "--as", "adapter"]),
+        "adapters": ("adapters of LlamaForCausalLM", ["-m", "ace", "-s", "epsilon=1e-4,1e-2", "--as", "adapter"]),
     }
     for name, (models, flags) in grids.items():
         plain.run("sweep", *plain.inputs(models), "-o", f"sweep/{name}", "-q", *flags)

@@ -277,7 +277,7 @@ def command_lines(folders: Folders) -> dict[str, str]:
     beside_python = Path(sys.executable).with_name("acemerge")
     program = "acemerge" if shutil.which("acemerge") else os.path.relpath(beside_python)
     models = [str(folders.base), *map(str, folders.experts)]
-    merge = [program, "merge", *models, "-o", str(folders.root / "merged-ace-again")]
+    merge = [program, "merge", *models, "-o", str(folders.root / "merged-ace-again"), "-m", "ace"]
     name = TASKS[0].name
     task = [program, "task", str(folders.merged("ace")), name, "-o", str(folders.root / f"{name}-from-merged")]
     return {"Repeat the merge": shlex.join(merge), "Export the model for one task": shlex.join(task)}

@@ -66,7 +66,7 @@ def merge(
     Keywords are a recipe's fields (tensors, slices, preset, orientation, fused, missing, tokenizer, files_from, token_sources,
     chat_template, pad_to_multiple_of, dtype, allow_nonfinite, save_as, rank, energy, save_rest, shard_size), how it is run
     (device, threads, engine, ray_address, resume, verify, overwrite, force, report, offline, quiet), each as the command line
-    has it, and the method's options, such as epsilon=1e-5. `options` takes these as a mapping, also those that are named like
+    has it, and the method's options, such as reach=0.03. `options` takes these as a mapping, also those that are named like
     another keyword, such as cart's rank.
     """
     recipe, run, suite = _sort("acemerge.merge", base, experts, method, data, options, keywords)
@@ -111,14 +111,14 @@ def sweep(
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> SweepResult:
-    """Merge at every combination of settings, such as {"epsilon": [1e-5, 1e-4]}, in one pass: the same as `acemerge sweep`.
+    """Merge at every combination of settings, such as {"reach": [0.03, 0.06]}, in one pass: the same as `acemerge sweep`.
 
     `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
     stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another.
 
     `method` may be a list; then "ace.epsilon" is for one of them, "alpha" for all that have it.
 
-    With `search`, so many points are chosen by the scores before, also from ranges such as {"epsilon": "1e-6..1e-2:log"}. All
+    With `search`, so many points are chosen by the scores before, also from ranges such as {"reach": "0.01..1:log"}. All
     other keywords are those of `merge`; options of the method are those that do not vary.
     """
     if maximise and minimise:
@@ -272,7 +272,7 @@ def merge_task_vectors(
 ) -> Float[Tensor, "*shape"]:
     """Merge one tensor's task vectors [task, out, in] into one [out, in], in the dtype given. Pure.
 
-    `base` is the tensor W0 that the experts changed, for methods that look at it too.
+    `base` is the tensor W0 that the experts changed, for methods that look at it too: the default is the average without it.
 
     >>> import torch
     >>> merge_task_vectors(torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]]), method="average")

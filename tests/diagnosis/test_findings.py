@@ -60,7 +60,7 @@ def test_twins_opposites_idlers_and_giants_are_named(tmp_path: Path) -> None:
     for advised in (
         "merge base expert-0 expert-2 expert-3 opposite idler giant -o merged\n",
         "merge base expert-0 expert-2 expert-3 twin opposite giant -o merged\n",
-        "sweep base expert-0 opposite -m ace -m average --evaluate 'python your_score.py' -o compared\n",
+        "sweep base expert-0 opposite -m ace_auto -m average --evaluate 'python your_score.py' -o compared\n",
     ):
         assert f"acemerge {advised}" in text
     commands = re.findall("acemerge .*", text)

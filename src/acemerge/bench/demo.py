@@ -14,8 +14,9 @@ from acemerge.bench.suites.registry import Suite, get_suite
 from acemerge.bench.tables.tables import Table
 from acemerge.errors import InputError
 from acemerge.output.task_models import load_expert_head
+from acemerge.recipe.recipe import DEFAULT_METHOD
 
-METHODS = ("average", "task_arithmetic", "tsv_m", "ace")
+METHODS = ("average", "task_arithmetic", "tsv_m", "ace", DEFAULT_METHOD)
 SENTENCE = "A slow, dull film with wooden acting and no story at all"
 TEST_ROWS = 200
 LONGEST = 100
@@ -27,7 +28,7 @@ HEADS_KNOW_ONE_TASK = (
 
 
 def run_demo(output: Path, say: Say) -> Table:
-    """Train, merge, compare, and leave base, experts and the model that ACE merged in `output`."""
+    """Train, merge, compare, and leave base, experts and the model that the default method merged in `output`."""
     suite = get_suite("demo")
     say("The base is all-MiniLM-L6-v2, a BERT of 23 million weights. Each expert is a full fine-tune of it for one task.")
     suite.prepare([0], say)
@@ -35,7 +36,7 @@ def run_demo(output: Path, say: Say) -> Table:
     experts, folders = suite.experts(0), suite.folders(0)
     for name, folder in {"base": experts.base, **{f"experts/{task}": folder for task, folder in folders.items()}}.items():
         _link(output / name, folder)
-    merge_experts(experts.base, folders, output / "merged", {"method": "ace"}, overwrite=True)
+    merge_experts(experts.base, folders, output / "merged", {"method": DEFAULT_METHOD}, overwrite=True)
     return table
 
 

@@ -298,7 +298,7 @@ def demo_command(
     merged = output / "merged"
     if ask is None:
         publish_table(demo.run_demo(output, say), output, "demo")
-        print(f"\nBase and experts are in {output}; the model merged by ACE, with the four experts' heads, in {merged}\n")
+        print(f"\nBase and experts are in {output}; merged by the default method, with the four experts' heads: {merged}\n")
         _ask_test_rows(merged)
         place = "" if output == Path("demo-output") else f" -o {output}"
         print(f'\nAsk it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"')

@@ -35,7 +35,7 @@ class RecipeFlags:
         None, "Merging method, 'ace_auto' by default; see `acemerge methods`.", "-m", "--method", metavar="NAME"
     )
     settings: list[str] | None = option(
-        None, "An option of the method, such as epsilon=1e-5; repeatable.", "-s", "--set", metavar="KEY=VALUE"
+        None, "An option of the method, such as reach=0.03; repeatable.", "-s", "--set", metavar="KEY=VALUE"
     )
     weights: str | None = option(
         None, "How much each expert counts: 0.7,0.3 in their order, or math=0.7,code=0.3.", metavar="W,W|EXPERT=W,..."

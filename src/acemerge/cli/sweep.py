@@ -25,7 +25,7 @@ def sweep_command(
             "-s",
             "--set",
             metavar="KEY=VALUE,VALUE,...",
-            help="Values of an option of the method, such as epsilon=1e-5,1e-4; repeatable: every combination is a point. "
+            help="Values of an option of the method, such as reach=0.03,0.06; repeatable: every combination is a point. "
             "With several -m, METHOD.KEY=... is for one method, KEY=... for all that have the option.",
         ),
     ] = None,
@@ -54,7 +54,7 @@ def sweep_command(
             min=2,
             metavar="N",
             help="Choose N points one after the other, by the scores before, instead of a grid (optuna). --set then also takes "
-            "ranges, such as epsilon=1e-6..1e-2:log or alpha=0.5..2.",
+            "ranges, such as reach=0.01..1:log or alpha=0.5..2.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="With --search: of its random numbers.")] = 0,
@@ -64,15 +64,15 @@ def sweep_command(
 ) -> None:
     """Merge at every combination of settings in one pass, and find the best.
 
-    [bold]acemerge sweep base math code -o grid --set epsilon=1e-5,1e-4,1e-3 --set k_frac=0.1,0.3[/]
+    [bold]acemerge sweep base math code -o grid --set reach=0.03,0.06,0.12 --set power=0.25,0.5[/]
 
-    writes six models: grid/epsilon=1e-05,k_frac=0.1 and so on.
+    writes six models: grid/reach=0.03,power=0.25 and so on.
 
-    [bold]acemerge sweep base math code -o grid --set epsilon=1e-5,1e-4,1e-3 --evaluate "python score.py"[/]
+    [bold]acemerge sweep base math code -o grid --set reach=0.03,0.06,0.12 --evaluate "python score.py"[/]
 
     scores them one by one and keeps the best.
 
-    [bold]acemerge sweep base math code -o found --search 20 --set epsilon=1e-6..1e-2:log --set alpha=0.5..2 --evaluate "..."[/]
+    [bold]acemerge sweep base math code -o found --search 20 --set reach=0.01..1:log --set alpha=0.5..2 --evaluate "..."[/]
 
     chooses 20 points by the scores of those before. Any method, any of its options:
 
@@ -85,8 +85,8 @@ def sweep_command(
     With --evaluate the table also has the scores of the base, the experts and plain averaging.
 
     Every model is what `acemerge merge` with these options writes. Tensors are read once for all points, and what points have in
-    common is computed once: with ACE, 45 points cost as much as two to four merges. If the run is interrupted, repeat the
-    command to go on; with more values, it adds to what is there.
+    common is computed once: with ACE (-m ace), 45 points cost as much as two to four merges. If the run is interrupted, repeat
+    the command to go on; with more values, it adds to what is there.
     """
     from acemerge.cli.sweep_display import print_sweep, sweep_json
     from acemerge.recipe.arguments import parse_lists

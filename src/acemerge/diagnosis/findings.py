@@ -12,6 +12,7 @@ import yaml
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
 from acemerge.diagnosis.summary import Summary, pairs
 from acemerge.planning.kinship import IF_SWAPPED, RELATED, SWAPPED, seems_the_base
+from acemerge.recipe.recipe import DEFAULT_METHOD
 from acemerge.reports.page import Finding, Level, gravest_first
 
 FAR = 0.3
@@ -175,7 +176,7 @@ def _regularisation(summary: Summary) -> Iterator[Finding]:
             "caution",
             f"In {len(heavy)} of {len(matrices)} matrices the regulariser outweighs the experts' covariances "
             f"(epsilon {epsilon:g} against changes this small), so ACE is close to averaging there.",
-            f"Evaluate a smaller epsilon as well, such as -s epsilon={epsilon / 100:g}",
+            f"Evaluate a smaller epsilon as well, such as -m ace -s epsilon={epsilon / 100:g}",
             _sweep(summary.diagnosis, "-m", "ace", "--set", f"epsilon={epsilon:g},{epsilon / 100:g}"),
         )
 
@@ -233,7 +234,7 @@ def _ranks(summary: Summary) -> Iterator[Finding]:
 
 def compare_with_averaging(diagnosis: Diagnosis, only: Collection[int] | None = None) -> str:
     """On data of the user's: the base, the experts and averaging are scored besides."""
-    return _sweep(diagnosis, "-m", "ace", "-m", "average", only=only)
+    return _sweep(diagnosis, "-m", DEFAULT_METHOD, "-m", "average", only=only)
 
 
 def _sweep(diagnosis: Diagnosis, *settings: str, only: Collection[int] | None = None) -> str:

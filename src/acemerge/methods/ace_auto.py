@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from jaxtyping import Float
@@ -66,13 +67,13 @@ def _flops(tasks: int, rows: int, columns: int) -> float:
 
 
 def _float64_elements(tasks: int, rows: int, columns: int) -> float:
-    """Peak of working memory in float64 numbers: the average, and the system as it is formed or P with its directions."""
+    """Peak of working memory in float64 numbers: the system as it is formed, or what P adds to the average."""
     m, n, small = rows, columns, min(rows, columns)
     dual = tasks * m < n
     system = float((tasks * m) ** 2 + tasks * m * n) if dual else float(n * n)
     accumulate = system + m * n + min(tasks, AT_ONCE) * (n * n if n <= m else m * n + m * m)
     solve = system + (4.0 if dual else 2.0) * m * n
-    return m * n + max(accumulate, solve, 4.0 * m * n + directions_elements(m, n, small))
+    return max(accumulate, solve, 2.0 * m * n + small * small + directions_elements(m, n, small))
 
 
 @method(
@@ -112,21 +113,20 @@ def merge_points(
         yield list(range(len(options))), nobody_changed(task_vectors)
         return
     changed = [t for t, energy in enumerate(energies) if energy > 0]
-    mean = weighted_sum(task_vectors, [1 / len(changed)] * len(task_vectors))
+    mean = partial(weighted_sum, task_vectors, [1 / len(changed)] * len(task_vectors))  # made anew: one matrix less to hold
     layer = LayerSizes(
         len(changed),
         math.sqrt(math.fsum(energies) / len(changed)),
-        math.sqrt(sum_of_squares(mean)),
+        math.sqrt(sum_of_squares(mean())),
         0.0 if context.base is None else spectral_norm(context.base),
         min(context.frame_of(task_vectors).shape),
     )
     for ridge in dict.fromkeys(own.ridge for own in options):
         with torch_at_rest():
-            optimal = optimal_merge(task_vectors, energies, ridge, context)
-            beyond = clear_directions(optimal.sub_(mean))
+            beyond = clear_directions(optimal_merge(task_vectors, energies, ridge, context).sub_(mean()))
         for point, own in enumerate(options):
             if own.ridge == ridge:
-                yield [point], add_to_average(mean, beyond, layer, own)
+                yield [point], add_to_average(mean(), beyond, layer, own)
 
 
 def optimal_merge(
@@ -148,6 +148,8 @@ def clear_directions(matrix: Float[Tensor, "out in"]) -> LeadingDirections:
     """Step 2: U diag(s) V^T, without what is rounding."""
     found = leading_directions(matrix, min(matrix.shape))
     clear = found.values > ROUNDING * found.values[-1:]
+    if clear.all():
+        return found
     return LeadingDirections(found.values[clear], found.left[:, clear], found.right[:, clear])
 
 
@@ -175,10 +177,13 @@ class LayerSizes:
 def add_to_average(
     mean: Float[Tensor, "out in"], beyond: LeadingDirections, layer: LayerSizes, options: AceAutoOptions
 ) -> Merged:
-    """Step 4: M = mean_t D_t + top U diag((s/s_1)^p) V^T."""
+    """Step 4: M = mean_t D_t + top U diag((s/s_1)^p) V^T, in place of the mean."""
     U, s, V = beyond.left, beyond.values, beyond.right
     top = strongest_added(s, layer, options)
-    M = mean.clone() if not top else mean.addmm(U * (top * (s / s[-1]) ** options.power), V.T)
+    M = mean
+    if top:
+        strengths = top * (s / s[-1]) ** options.power
+        M.addmm_(*((U, (V * strengths).T) if len(U) > len(V) else (U * strengths, V.T)))  # scales the smaller side
     facts: dict[str, Fact] = {
         "overlap": layer.overlap,
         "rank": len(s) if top else 0,

@@ -311,7 +311,9 @@ def _leading_right_vectors(
     left_over = k - head.shape[1]
     if left_over == 0 or head.shape[1] == 0 or _ACCURATE_SQUARES * largest <= floor * top:
         return head
-    rest = matrix - (matrix @ head) @ head.T
+    rest = matrix.clone()
+    for rows in row_blocks(len(matrix), n):
+        rest[rows].addmm_(matrix[rows] @ head, head.T, alpha=-1)
     tail = _leading_right_vectors(rest, left_over, floor, top)
     tail = tail - head @ (head.T @ tail)  # what rounding left of the head would be magnified by s_1 / s_i in the left vectors
     return torch.cat([tail, head], dim=1)

@@ -39,7 +39,7 @@ def all_equal_base(plan: Plan, planned: PlannedTensor) -> bool:
 def likely_cause(plan: Plan, planned: PlannedTensor) -> str:
     """Which inputs are not finite, or else what to try."""
     return nonfinite_values(plan, planned) or (
-        "the inputs are finite, so try other options (a larger epsilon, a smaller alpha) or --dtype float32"
+        "the inputs are finite, so try other options (a smaller alpha; of ACE a larger epsilon) or --dtype float32"
     )
 
 
