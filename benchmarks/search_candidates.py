@@ -186,7 +186,9 @@ def as_shaped(x: Spectral, s: Tensor) -> float:  # noqa: ARG001
 def held(p: float, k: float, x: Spectral, e: float = 0.0) -> Tensor:
     """s^p, the first no stronger than it was, nor than k |W0|_2 times a power of the share of the matrix's directions."""
     share = len(x.s) / min(x.layer.W0.shape)
-    return min(float(x.s[0]), k * x.strongest * share**e) * (x.s / x.s[0]) ** p
+    strengths: Tensor = (x.s / x.s[0]) ** p
+    top: float = min(float(x.s[0]), k * x.strongest * share**e)
+    return top * strengths
 
 
 Saturation = Callable[[Tensor, float], Tensor]

@@ -184,7 +184,7 @@ def test_a_sweep_makes_what_merges_make(tmp_path: Path, method: str, option: str
     folders = write_mixtures(tmp_path)
     acemerge.sweep(folders[0], folders[1:], tmp_path / "sweep", {option: values}, method, keep="all")
     for value in values:
-        acemerge.merge(folders[0], folders[1:], tmp_path / f"{value}", method, **{option: value})
+        acemerge.merge(folders[0], folders[1:], tmp_path / f"{value}", method, options={option: value})
         [swept] = [
             path
             for path in (tmp_path / "sweep").rglob("model.safetensors")

@@ -46,13 +46,14 @@ def spectral_norm(matrix: Float[Tensor, "m n"]) -> float:
 def _first_vector(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "one n"]:
     """Of no direction in particular, and always the same."""
     drawn = torch.randn(1, matrix.shape[1], dtype=torch.float64, generator=generator_for(0, "spectral norm"))
-    return (drawn / drawn.norm()).to(matrix.device)
+    first: Tensor = drawn / drawn.norm()
+    return first.to(matrix.device)
 
 
 def _squared_times(matrix: Float[Tensor, "m n"], x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """A^T A x in float64, a block of rows at a time."""
     total = torch.zeros_like(x)
-    for rows in row_blocks(*matrix.shape, IN_CACHE):
+    for rows in row_blocks(len(matrix), matrix.shape[1], IN_CACHE):
         block = matrix[rows].double()
         total.addmv_(block.T, block @ x)
     return total
