@@ -6,7 +6,6 @@ import math
 
 import torch
 from jaxtyping import Float
-from scipy.linalg import eigvalsh_tridiagonal
 from torch import Tensor
 
 from acemerge.numerics.linalg import IN_CACHE, row_blocks
@@ -24,6 +23,8 @@ def spectral_norm(matrix: Float[Tensor, "m n"]) -> float:
     >>> spectral_norm(torch.tensor([[3.0, 0.0], [0.0, -4.0], [0.0, 0.0]]))
     4.0
     """
+    from scipy.linalg import eigvalsh_tridiagonal  # takes a tenth of a second: not for methods that do without
+
     if matrix.shape[0] < matrix.shape[1]:
         return spectral_norm(matrix.T)
     vectors = _first_vector(matrix)
