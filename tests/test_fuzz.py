@@ -324,7 +324,7 @@ SOUND_RECIPE = yaml.safe_dump(
         "options": {"epsilon": 0.1},
         "tensors": [{"match": "*.bias", "do": "keep"}, {"match": "*", "method": "ties", "options": {"keep": 0.2}}],
         "shard_size": "5GB",
-        "inputs": {"base": {"model.safetensors": "0" * 64}},
+        "inputs": {"base": {"model.safetensors": "blake3:" + "0" * 64}},
     }
 ).encode()
 
