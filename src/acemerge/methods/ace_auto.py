@@ -123,20 +123,19 @@ def merge_points(
     )
     for ridge in dict.fromkeys(own.ridge for own in options):
         with torch_at_rest():
-            beyond = clear_directions(optimal_merge(task_vectors, energies, ridge, context).sub_(mean()))
+            beyond = clear_directions(optimal_merge(task_vectors, changed, energies, ridge, context).sub_(mean()))
         for point, own in enumerate(options):
             if own.ridge == ridge:
                 yield [point], add_to_average(mean(), beyond, layer, own)
 
 
 def optimal_merge(
-    task_vectors: Float[Tensor, "task out in"], energies: Sequence[float], ridge: float, context: Context
+    task_vectors: Float[Tensor, "task out in"], changed: Sequence[int], energies: Sequence[float], ridge: float, context: Context
 ) -> Float[Tensor, "out in"]:
     """Step 1: P = (sum_t D_t (a_t S_t + e I)) (sum_t (a_t S_t + e I))^-1, a_t = 1/|D_t|^2, e = r/n.
 
     Every a_t S_t has the mean eigenvalue 1/n. An expert that did not change the tensor has no opinion on it.
     """
-    changed = [t for t, energy in enumerate(energies) if energy > 0]
     frame = context.frame_of(task_vectors)
     experts = Experts(task_vectors, changed, frame, centre=False)
     S, N = experts.weighted_covariance([1 / energies[t] for t in changed])
