@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save
 import acemerge
 import model_zoo
 from acemerge.calibration.files import FileData
-from acemerge.calibration.texts import _read_lines
+from acemerge.calibration.texts import read_lines
 from acemerge.checkpoints.card import base_models, licence
 from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import open_checkpoint, read_json
@@ -133,7 +133,7 @@ TEXTS = b'{"text": "one", "text_pair": "two", "label": 1}\n{"text": "three", "te
 
 @given(damaged(TEXTS))
 def test_texts(content: bytes) -> None:
-    survives(lambda: _read_lines(as_file(content, "rows.jsonl")))
+    survives(lambda: read_lines(as_file(content, "rows.jsonl")))
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ from acemerge.sweeps.points import Grid, split_settings
 from acemerge.sweeps.run import SweepOptions, SweepResult, run_sweep
 from acemerge.sweeps.search import SearchOptions, run_search
 from acemerge.sweeps.table import Objective
+from acemerge.sweeps.tuning import tune as choose_by_rows
 from acemerge.tensors.merging import merge_tensor
 
 Model = str | PathLike[str]
@@ -55,13 +56,15 @@ def merge(
     method: str = DEFAULT_METHOD,
     *,
     data: Model | Suite | None = None,
+    tune: Model | None = None,
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> MergeResult:
     """Merge checkpoints on disk (or hub ids) into the folder `output`: the same as `acemerge merge`.
 
     `experts` may be a mapping of names to models, each a full model or a PEFT adapter. `data` is for methods that use it: a
-    folder with a file per expert, or a suite of the bench or its name.
+    folder with a file per expert, or a suite of the bench or its name. `tune` is a folder with a few rows of each expert's task,
+    by which method and options are chosen.
 
     Keywords are a recipe's fields (tensors, slices, preset, orientation, fused, missing, tokenizer, files_from, token_sources,
     chat_template, pad_to_multiple_of, dtype, allow_nonfinite, save_as, rank, energy, save_rest, shard_size), how it is run
@@ -70,6 +73,8 @@ def merge(
     another keyword, such as cart's rank.
     """
     recipe, run, suite = _sort("acemerge.merge", base, experts, method, data, options, keywords)
+    if tune is not None:
+        recipe = choose_by_rows(recipe, Path(tune), Path(output), run).recipe
     return run_merge(recipe, Path(output), run, suite=suite)
 
 
@@ -101,6 +106,7 @@ def sweep(
     method: str | Sequence[str] = DEFAULT_METHOD,
     *,
     evaluate: Evaluate | None = None,
+    rows: Model | None = None,
     keep: str = "best",
     maximise: str | None = None,
     minimise: str | None = None,
@@ -113,8 +119,9 @@ def sweep(
 ) -> SweepResult:
     """Merge at every combination of settings, such as {"reach": [0.03, 0.06]}, in one pass: the same as `acemerge sweep`.
 
-    `evaluate(folder, settings)` gives a model's scores by name; models are then written a few at a time, and `keep` says which
-    stay: "best", "all" or "none". The largest first score is best, unless `maximise` or `minimise` names another.
+    `evaluate(folder, settings)` gives a model's scores by name; `rows`, a folder with a few rows of each expert's task, stands in
+    for it. Models are then written a few at a time, and `keep` says which stay: "best", "all" or "none". The largest first score
+    is best, unless `maximise` or `minimise` names another.
 
     `method` may be a list; then "ace.epsilon" is for one of them, "alpha" for all that have it.
 
@@ -130,7 +137,8 @@ def sweep(
     sorted_ = [_sort("acemerge.sweep", base, experts, name, data, options, keywords) for name in methods]
     recipe, run, suite = sorted_[0]
     objective = Objective(minimise or maximise, largest=minimise is None)
-    chosen = SweepOptions(evaluate=evaluate, keep=keep, objective=objective, at_once=at_once)
+    by_rows = None if rows is None else Path(rows)
+    chosen = SweepOptions(evaluate=evaluate, rows=by_rows, keep=keep, objective=objective, at_once=at_once)
     if search is not None and len(methods) > 1:
         raise InputError("search: chooses settings of one method; give one, or leave out search")
     if search is not None:

@@ -65,8 +65,8 @@ class FileData:
         prepared, hashes, problems = {}, {}, []
         for expert in experts:
             try:
-                file = _file_of(folder, expert)
-                prepared[expert.name] = _prepare(file, base, expert)
+                file = file_of(folder, expert)
+                prepared[expert.name] = prepare_rows(file, base, expert)
                 hashes[file.name] = file_hash(file)
             except InputError as error:
                 problems.append(str(error))
@@ -116,7 +116,8 @@ class _First:
         return self.all.batch(indices)
 
 
-def _file_of(folder: Path, expert: Checkpoint) -> Path:
+def file_of(folder: Path, expert: Checkpoint) -> Path:
+    """The one file that holds an expert's rows."""
     found = [folder / f"{expert.name}{suffix}" for suffix in SUFFIXES if (folder / f"{expert.name}{suffix}").is_file()]
     if len(found) == 1:
         return found[0]
@@ -129,7 +130,8 @@ def _file_of(folder: Path, expert: Checkpoint) -> Path:
     )
 
 
-def _prepare(file: Path, base: Checkpoint, expert: Checkpoint) -> Prepared:
+def prepare_rows(file: Path, base: Checkpoint, expert: Checkpoint) -> Prepared:
+    """Its rows as the expert's model takes them; labels may be there and are left out."""
     prepared = read_texts(file, base, expert) if file.suffix == ".jsonl" else _read_ready(file, expert)
     _check_vocabulary(file, prepared, expert)
     return prepared

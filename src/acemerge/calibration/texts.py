@@ -47,7 +47,8 @@ class TokenisedTexts:
 
 def read_texts(file: Path, base: Checkpoint, expert: Checkpoint) -> TokenisedTexts:
     """Every line of the file, tokenised; labels may be there and are left out."""
-    texts, pairs = _read_lines(file)
+    rows = read_lines(file)
+    texts, pairs = [row["text"] for row in rows], [row["text_pair"] for row in rows if "text_pair" in row]
     tokenizer, config = _tokenizer(file, base, expert), model_config(expert)
     limits = (tokenizer.model_max_length, *(getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")))
     longest = min((limit for limit in limits if isinstance(limit, int) and limit < 10**6), default=_LONGEST)
@@ -63,11 +64,11 @@ def read_texts(file: Path, base: Checkpoint, expert: Checkpoint) -> TokenisedTex
     return TokenisedTexts({name: list(encoded[name]) for name in names if name in encoded}, padding)
 
 
-def _read_lines(file: Path) -> tuple[list[str], list[str]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file of texts, checked: an object with a text on every line that is not empty."""
     if file.stat().st_size > LARGEST_FILE:
         raise InputError(f"{file}: larger than {LARGEST_FILE // 10**6} MB; a few hundred rows are enough, keep the first ones")
-    texts: list[str] = []
-    pairs: list[str] = []
+    rows: list[dict[str, Any]] = []
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at separators within a text
     except (OSError, UnicodeDecodeError) as error:
@@ -76,16 +77,14 @@ def _read_lines(file: Path) -> tuple[list[str], list[str]]:
         if not line.strip():
             continue
         row = parse_json(line, f"{file}, line {number}")
-        _check_row(row, f"{file}, line {number}", bool(pairs), first=not texts)
-        texts.append(row["text"])
-        if "text_pair" in row:
-            pairs.append(row["text_pair"])
-    if not texts:
+        _check_row(row, f"{file}, line {number}", rows[:1])
+        rows.append(row)
+    if not rows:
         raise InputError(f'{file}: holds no rows; give at least one line such as {{"text": "..."}}')
-    return texts, pairs
+    return rows
 
 
-def _check_row(row: Any, where: str, paired: bool, *, first: bool) -> None:
+def _check_row(row: Any, where: str, first: list[dict[str, Any]]) -> None:
     if not isinstance(row, dict):
         raise InputError(f'{where}: expected an object such as {{"text": "..."}}, found {type(row).__name__}')
     for name in row:
@@ -94,7 +93,7 @@ def _check_row(row: Any, where: str, paired: bool, *, first: bool) -> None:
     for name in ("text", "text_pair"):
         if (name in row or name == "text") and not isinstance(row.get(name), str):
             raise InputError(f"{where}: '{name}' must be text, found {type(row.get(name)).__name__}")
-    if not first and ("text_pair" in row) != paired:
+    if first and ("text_pair" in row) != ("text_pair" in first[0]):
         raise InputError(f"{where}: give 'text_pair' on every line, or on none")
 
 

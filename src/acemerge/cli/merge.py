@@ -15,6 +15,7 @@ from acemerge.recipe.run_options import RunOptions
 
 if TYPE_CHECKING:
     from acemerge.execute.pipeline import MergeResult
+    from acemerge.recipe.recipe import Recipe
 
 
 @with_flags(asked=RecipeFlags, run=RunOptions, to=PushFlags)
@@ -24,6 +25,14 @@ def merge_command(
     asked: RecipeFlags,
     run: RunOptions,
     to: PushFlags,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Choose method and options by a few rows of each expert's task: <expert>.jsonl with a text and a label a line, "
+            "or <expert>.safetensors.",
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Also list every tensor: what was done, and how it came out.")
     ] = False,
@@ -41,6 +50,8 @@ def merge_command(
 
     [bold]acemerge merge base a b -o out -m regmean --data rows[/]         a method that uses data: rows/a.jsonl, rows/b.jsonl
 
+    [bold]acemerge merge base a b -o out --tune rows[/]                    the method that some 32 rows of each task like best
+
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
@@ -48,9 +59,23 @@ def merge_command(
 
     recipe, relative_to = asked.recipe(models)
     repository = to.repository(run.offline)
-    result = run_merge(recipe, output, replace(run, quiet=run.quiet or as_json), relative_to=relative_to)
+    how = replace(run, quiet=run.quiet or as_json)
+    if tune:
+        recipe = _tuned(recipe, tune, output, how, relative_to)
+    result = run_merge(recipe, output, how, relative_to=relative_to)
     tell(result, verbose=verbose, quiet=run.quiet, as_json=as_json)
     send(repository, output, quiet=run.quiet or as_json)
+
+
+def _tuned(recipe: Recipe, rows: Path, output: Path, run: RunOptions, relative_to: Path) -> Recipe:
+    """The recipe with the method that the rows like best."""
+    from acemerge.cli.sweep_display import print_sweep
+    from acemerge.sweeps.tuning import tune
+
+    tuned = tune(recipe, rows, output, run, relative_to=relative_to)
+    if not run.quiet:
+        print_sweep(tuned.tried)
+    return tuned.recipe
 
 
 def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> None:

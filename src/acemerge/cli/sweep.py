@@ -37,16 +37,22 @@ def sweep_command(
             '{"accuracy": 0.91} as its last line.',
         ),
     ] = None,
-    keep: Annotated[str, typer.Option(help="With --evaluate, which models stay: best, all or none.")] = "best",
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Score every model by a few rows of each expert's task: <expert>.jsonl with a text and a label a line, or "
+            "<expert>.safetensors.",
+        ),
+    ] = None,
+    keep: Annotated[str, typer.Option(help="With scores, which models stay: best, all or none.")] = "best",
     maximise: Annotated[
         str | None, typer.Option(metavar="SCORE", help="The score whose largest value is best; by default the first one.")
     ] = None,
     minimise: Annotated[str | None, typer.Option(metavar="SCORE", help="The score whose smallest value is best.")] = None,
     at_once: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="With --evaluate, models on the disk at a time; by default what fits in half of its free space."
-        ),
+        typer.Option(min=1, help="With scores, models on the disk at a time; by default what fits in half of its free space."),
     ] = None,
     search: Annotated[
         int | None,
@@ -71,6 +77,10 @@ def sweep_command(
     [bold]acemerge sweep base math code -o grid --set reach=0.03,0.06,0.12 --evaluate "python score.py"[/]
 
     scores them one by one and keeps the best.
+
+    [bold]acemerge sweep base math code -o grid --set reach=0.03,0.06,0.12 --rows rows[/]
+
+    scores them by a few rows of each expert's task: rows/math.jsonl, rows/code.jsonl.
 
     [bold]acemerge sweep base math code -o found --search 20 --set reach=0.01..1:log --set alpha=0.5..2 --evaluate "..."[/]
 
@@ -101,6 +111,7 @@ def sweep_command(
     split = split_settings([recipe.method for recipe in recipes], parse_lists(settings or []))
     options = SweepOptions(
         evaluate=CommandEvaluation(evaluate) if evaluate else None,
+        rows=rows,
         keep=keep,
         objective=Objective(minimise or maximise, largest=minimise is None),
         at_once=at_once,

@@ -1,5 +1,7 @@
 """What points are compared with: the scores of the base, of each expert and of plain averaging, each measured once.
 
+By rows of each expert's task it is the experts, each on its own, and plain averaging.
+
 A model that cannot be scored leaves a row that says so; none of them is ever the best, and none is kept.
 """
 
@@ -8,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from acemerge.output.staging import withdraw
 from acemerge.planning.plan import Plan
 from acemerge.recipe.recipe import Recipe
 from acemerge.sweeps.evaluation import Evaluate, checked_scores, describe_evaluation
+from acemerge.sweeps.row_scores import RowScores
 from acemerge.sweeps.table import Reference, Table
 
 _AVERAGED = "reference,average"
@@ -38,6 +42,10 @@ class References:
     def score_inputs(self) -> None:
         """The base and the experts, in the folders where they are; an adapter is its own folder."""
         sources, hashes = self.executor.scene.sources, self.executor.hashes.all()
+        if isinstance(self.evaluate, RowScores):  # each expert knows its own task's rows only
+            if not self._is_known("experts", digest := _digest(hashes)):
+                self._score("experts", digest, self.evaluate.of_experts)
+            return
         given = [sources.base, *sources.experts]
         for number, (source, name) in enumerate(zip(given, sources.names, strict=True)):
             row = f"expert {name}" if number else "base"
@@ -47,7 +55,7 @@ class References:
                     row, Reference(digest=digest, evaluation=None, failure="a model with an adapter has no folder of its own")
                 )
             elif not self._is_known(row, digest):
-                self._score(row, source.path, digest)
+                self._score(row, digest, partial(self.evaluate, source.path, {}))
 
     def score_average(self, recipe: Recipe) -> None:
         """Plain averaging, in a folder that is removed afterwards; not if a point is that already."""
@@ -66,7 +74,7 @@ class References:
             if not holds_merge(folder, plan, self.executor.hashes.all()):
                 withdraw(folder)
                 self.executor.merge([plan], [folder])
-            self._score("average", folder, plan.digest)
+            self._score("average", plan.digest, partial(self.evaluate, folder, {}))
         withdraw(folder)
 
     def _is_known(self, row: str, digest: str) -> bool:
@@ -74,10 +82,10 @@ class References:
         known = self.table.references.get(row)
         return known is not None and known.digest == digest and known.evaluation == describe_evaluation(self.evaluate)
 
-    def _score(self, row: str, folder: Path, digest: str) -> None:
+    def _score(self, row: str, digest: str, score: Callable[[], Mapping[str, float] | float]) -> None:
         evaluation = describe_evaluation(self.evaluate)
         try:
-            scores = checked_scores(self.evaluate(folder, {}), f"the evaluation of {row}")
+            scores = checked_scores(score(), f"the evaluation of {row}")
         except Exception as error:  # whatever a function or a command of the user's meets there: a row says so
             told = f"{type(error).__name__}: {first_line(error)}"
             self._note(row, Reference(digest=digest, evaluation=evaluation, failure=told))

@@ -31,6 +31,7 @@ from acemerge.sweeps.evaluation import Evaluate, checked_scores, describe_evalua
 from acemerge.sweeps.points import Grid, Point, check_distinct, make_points
 from acemerge.sweeps.references import References, score_references
 from acemerge.sweeps.room import check_room, check_room_for_some, fitting_at_once, groups
+from acemerge.sweeps.row_scores import RowScores
 from acemerge.sweeps.table import FIRST_SCORE, Objective, Record, Reference, Table, read_table
 
 KEEP = ("best", "all", "none")
@@ -69,17 +70,27 @@ class SweepOptions:
     """What is done with the points: how they are scored, and which models stay."""
 
     evaluate: Evaluate | None = None
+    rows: Path | None = None
+    """Instead: a folder with a few rows of each expert's task, by which points are scored."""
     keep: str = "best"
     objective: Objective = FIRST_SCORE
     at_once: int | None = None
     """Models on the disk at a time, where not all stay; by default what fits in half of its free space."""
 
     def __post_init__(self) -> None:
+        if self.evaluate and self.rows:
+            raise InputError("--evaluate and --rows: both score the points; give one of them")
         if self.at_once is not None and self.at_once < 1:
             raise InputError(f"at_once={self.at_once}: give at least one")
         if self.keep not in KEEP:
             own = "which models stay; a method's own keep is set like any option, --set keep=..., in Python options={'keep': ...}"
             raise InputError(f"keep={self.keep}: {did_you_mean(str(self.keep), KEEP)}; it says {own}")
+
+    def for_models(self, plan: Plan) -> SweepOptions:
+        """With what scores by the rows, now that the experts are known."""
+        if self.rows is None:
+            return self
+        return replace(self, evaluate=RowScores.open(expand_home(self.rows), plan.base, plan.experts), rows=None)
 
 
 def run_sweep(
@@ -110,7 +121,7 @@ def run_sweep(
     common = options_of if several else grids[0].recipe.options
     table.begin(output, [point.name for point in points], method, common, (plans[0].base, *plans[0].experts))
     with open_engine(scene) as engine, hashing_inputs(plans[0], verify=run.verify) as hashes:
-        sweep = Sweep(output, points, plans, table, Executor(scene, engine, hashes), options)
+        sweep = Sweep(output, points, plans, table, Executor(scene, engine, hashes), options.for_models(plans[0]))
         unfinished = sweep.find_unfinished()
         problems = [*sweep.find_problems(unfinished), *refused_strangers(plans[0])]
         if problems and not run.force:

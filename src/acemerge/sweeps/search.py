@@ -132,8 +132,8 @@ def run_search(
     suite: Suite | None = None,
 ) -> SweepResult:
     """Merge and evaluate at points that are chosen one after the other, in folders of `output`."""
-    if options.evaluate is None:
-        raise InputError("--search goes by scores: give --evaluate COMMAND, which prints them")
+    if options.evaluate is None and options.rows is None:
+        raise InputError("--search goes by scores: give --evaluate COMMAND, which prints them, or --rows FOLDER")
     if search.trials < 2:
         raise InputError(f"--search {search.trials}: give at least two trials")
     output = expand_home(output)
@@ -153,7 +153,8 @@ def run_search(
     with open_engine(scene) as engine, hashing_inputs(first, verify=run.verify) as hashes:
         points = {point.name: point for point in asked}
         executor = Executor(scene, engine, hashes)
-        sweep = Sweep(output, list(points.values()), list(plans.values()), table, executor, options, search.trials)
+        scored = options.for_models(first)
+        sweep = Sweep(output, list(points.values()), list(plans.values()), table, executor, scored, search.trials)
         problems = [*sweep.find_problems(sweep.find_unfinished()), *refused_strangers(first)]
         if problems and not run.force:
             raise PreflightError(problems)

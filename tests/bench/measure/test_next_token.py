@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from acemerge.bench.measure.next_token import mean_next_token_loss, next_token_losses, share_of_gain
+from acemerge.bench.measure.next_token import share_of_gain
+from acemerge.calibration.next_tokens import mean_next_token_loss, next_token_losses
 from tiny_llama import SHAPE
 
 

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from acemerge.bench.data.task import Task, TrainedTask
 from acemerge.bench.domains.domain import Domain, Prepared, TrainableDomain, is_of_head
-from acemerge.bench.measure.next_token import mean_next_token_loss
 from acemerge.bench.measure.side_by_side import WORKERS, run_side_by_side
 from acemerge.cache import cache_folder
+from acemerge.calibration.next_tokens import mean_next_token_loss
 
 HEAD_LEARNING_RATE = 1e-3
 WARM_UP = 0.1

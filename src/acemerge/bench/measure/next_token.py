@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from acemerge.bench.data.task import Task
 from acemerge.bench.domains.domain import Domain, Prepared
@@ -21,6 +19,7 @@ from acemerge.bench.measure.evaluation import HERE, Compute, Part, explained, pr
 from acemerge.bench.measure.metrics import Estimate
 from acemerge.cache import cache_folder
 from acemerge.calibration.batches import batches_of_like_length
+from acemerge.calibration.next_tokens import next_token_losses
 from acemerge.checkpoints.content_hash import named_sha256
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.output.whole_files import replace_file
@@ -28,22 +27,8 @@ from acemerge.output.whole_files import replace_file
 if TYPE_CHECKING:
     from acemerge.bench.suites.registry import Suite
 
-_NOTHING_TO_EXPECT = -100
 Losses = NDArray[np.float64]
 """[row]: nats, summed over a row's tokens."""
-
-
-def next_token_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """[row, token] in nats: how little the logits at a token expected the next one; 0 where a text ends."""
-    targets = torch.full_like(batch["input_ids"], _NOTHING_TO_EXPECT)
-    targets[:, :-1] = batch["input_ids"][:, 1:].masked_fill(batch["attention_mask"][:, 1:] == 0, _NOTHING_TO_EXPECT)
-    found = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_NOTHING_TO_EXPECT, reduction="none")
-    return found.view_as(targets)
-
-
-def mean_next_token_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Over all tokens but each text's first, which nothing comes before."""
-    return next_token_losses(logits, batch).sum() / batch["attention_mask"][:, 1:].sum()
 
 
 @torch.inference_mode()
