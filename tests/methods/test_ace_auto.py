@@ -1,6 +1,5 @@
 """ACE without tuning: against a plain transcription, and what follows from the formula."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ METHOD = get_method("ace_auto")
 
 
 def reference(
-    D: Array, W0: Array | None, power: float = 0.25, reach: float = 0.06, ridge: float = 0.01, alpha: float = 1.0
+    D: Array, W0: Array | None, power: float = 0.25, reach: float = 0.08, ridge: float = 0.01, alpha: float = 1.0
 ) -> Array:
     """The page's formula, step by step, with an explicit inverse and a full SVD."""
     D = D[[bool(own.any()) for own in D]]
@@ -37,7 +36,7 @@ def reference(
     keep = s > 1e-5 * s[0]
     # 3.
     base = 0.0 if W0 is None else np.linalg.norm(W0, 2)
-    top = min(s[0], reach * base * math.sqrt(keep.mean()))
+    top = min(s[0], reach * base * keep.mean())
     # 4.
     strengths = np.where(keep, top * (s / max(s[0], 1e-300)) ** power, 0.0)
     return np.asarray(alpha * (mean + (U * strengths) @ Vt))
@@ -122,6 +121,19 @@ def test_experts_that_cancel_leave_the_base() -> None:
         assert float(merge(task_vectors, base_of((14, 12))).norm()) <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("classes", "reach"),
+    [
+        ([], 0.08), (["BertForSequenceClassification"], 0.08), (["GPT2Model"], 0.08), (["LlamaForCausalLM"], 0.04),
+        (["GPT2LMHeadModel"], 0.04), (["T5ForConditionalGeneration"], 0.04), (["ViTModel", "BertForMaskedLM"], 0.04),
+    ],
+)  # fmt: skip
+def test_models_that_write_text_take_half(classes: list[str], reach: float) -> None:
+    options = METHOD.options({}).resolve({"architectures": classes})
+    assert options == METHOD.options({"reach": reach})
+    assert METHOD.options({"reach": 0.3}).resolve({"architectures": classes}) == METHOD.options({"reach": 0.3})
+
+
 def test_what_it_tells() -> None:
     task_vectors, W0 = experts(4, 14, 12), base_of((14, 12), 1.0)
     merged = METHOD(task_vectors, METHOD.options({}), Context(experts=tuple("abcd"), base=W0))
@@ -130,7 +142,7 @@ def test_what_it_tells() -> None:
     assert merged.facts["length"] == pytest.approx(float(merged.delta.norm()) / rms)
     assert 0.25 <= float(merged.facts["overlap"]) < 0.5
     assert merged.facts["rank"] == 12
-    assert merged.facts["strength"] == pytest.approx(0.06)
+    assert merged.facts["strength"] == pytest.approx(0.08)
 
 
 # Units and coordinates

@@ -223,12 +223,18 @@ def _in_short(method: Method) -> str:
     return re.sub(r": \w+ = .*", ".", first)
 
 
+_REST = {
+    "average": "averaged, or kept as the model family's preset says",
+    "average all": "averaged",
+    "keep": "kept at the base's value",
+}
+
+
 def describe_method(method: Method) -> None:
     """What it does, its options, its paper."""
     console = new_console()
     console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{_in_paragraphs(method.summary)}\n", markup=False)
-    rest = "averaged, or kept as the model family's preset says" if method.rest == "average" else "kept at the base's value"
-    matrices = f"matrices; other tensors are {rest}"
+    matrices = f"matrices; other tensors are {_REST[method.rest]}"
     console.print(f"It merges {_MERGES.get(method.touches, matrices)}. Set an option with -s NAME=VALUE.")
     if method.uses == "data":
         console.print("It uses data besides the weights: give --data SUITE, or --data FOLDER with a file per expert.")

@@ -8,10 +8,10 @@ The steps are numbered as in the docs (docs/methods/ace_auto.md). All constants 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from jaxtyping import Float
 from pydantic import Field
@@ -35,27 +35,38 @@ from acemerge.numerics.threads import AT_ONCE, share, torch_at_rest
 
 ROUNDING = 1e-5
 """Of the strongest direction: what is weaker is rounding of float32 weights."""
+REACH = 0.08
+REACH_OF_WRITERS = 0.04
+"""Where all experts share an output layer with an answer for every token, whatever is added is read by it."""
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining")
+"""How the classes of such models end."""
 
 
 @dataclass(frozen=True)
 class AceAutoOptions(Options):
-    """Three numbers, chosen once for all models: docs/methods/ace_auto.md says how, and what others would do."""
+    """Numbers chosen once for all models: docs/methods/ace_auto.md says how, and what others would do."""
 
     power: Annotated[
         float,
         Field(ge=0, le=1, description="p: strengths s of what is added to the average become s^p; 1 leaves them as they are"),
     ] = 0.25
     reach: Annotated[
-        float,
+        Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"],
         Field(
-            ge=0,
-            allow_inf_nan=False,
-            description="k: strength of the strongest direction added, at most, as a share of the base's",
+            description="k: strength of the strongest direction added, at most, as a share of the base's; 'auto': "
+            f"{REACH:g}, and {REACH_OF_WRITERS:g} for models that write text"
         ),
-    ] = 0.06
+    ] = "auto"
     ridge: Annotated[
         float, Field(gt=0, allow_inf_nan=False, description="r: ridge of each covariance, as a share of its mean eigenvalue")
     ] = 0.01
+
+    def resolve(self, config: Mapping[str, Any]) -> AceAutoOptions:
+        """Replace reach='auto' by its value for models of these classes."""
+        if self.reach != "auto":
+            return self
+        writes = any(str(name).endswith(WRITERS) for name in config.get("architectures") or ())
+        return replace(self, reach=REACH_OF_WRITERS if writes else REACH)
 
 
 def _flops(tasks: int, rows: int, columns: int) -> float:
@@ -108,6 +119,7 @@ def merge_points(
     task_vectors: Float[Tensor, "task out in"], options: Sequence[AceAutoOptions], context: Context
 ) -> Iterator[AtPoints]:
     """M at every setting; those with the same ridge share all but the last product."""
+    options = [own.resolve({}) for own in options]
     energies = share(sum_of_squares, task_vectors)
     if not any(energies):
         yield list(range(len(options))), nobody_changed(task_vectors)
@@ -193,7 +205,8 @@ def add_to_average(
 
 
 def strongest_added(s: Float[Tensor, " rank"], layer: LayerSizes, options: AceAutoOptions) -> float:
-    """Step 3: top = min(s_1, k |W0|_2 sqrt(rank / min(m, n)))."""
+    """Step 3: top = min(s_1, k |W0|_2 rank / min(m, n))."""
     if not len(s):
         return 0.0
-    return min(float(s[-1]), options.reach * layer.base * math.sqrt(len(s) / layer.directions))
+    assert options.reach != "auto"
+    return min(float(s[-1]), options.reach * layer.base * len(s) / layer.directions)

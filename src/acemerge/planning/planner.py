@@ -293,11 +293,22 @@ class _Planner:
         """Of every tensor; only values that differ by layer ask for it."""
         return relative_depths(self.base.tensors)
 
+    @cached_property
+    def config_of_experts(self) -> Mapping[str, Any]:
+        """The base's, with the classes of the models that the experts are: a classifier may be made of what wrote text."""
+        classes = {name: None for expert in self.experts for name in self._classes_of(expert)}
+        return {**self.config, "architectures": list(classes)}
+
+    def _classes_of(self, expert: Checkpoint) -> Sequence[str]:
+        config = expert.head_config(self.config, {}) if isinstance(expert, Adapter) else expert.config
+        named = config.get("architectures") or self.config.get("architectures")
+        return [str(name) for name in named] if isinstance(named, list) else []
+
     def _options_at(self, method: Method, asked: Mapping[str, Any], name: str, experts: tuple[str, ...]) -> Options:
         if any(map(varies, asked.values())):
             depth = self.slices[name][1] if name in self.slices else self.depths[name]
             asked = values_at(asked, Place(name, depth), experts, self.expert_names)
-        options = method.options(asked).resolve(self.config)
+        options = method.options(asked).resolve(self.config_of_experts)
         return self.seen_options.setdefault((method.name, options), options)
 
     def _action(

@@ -17,7 +17,7 @@ from acemerge.sweeps.points import Grid
 from acemerge.sweeps.run import SweepOptions, SweepPoint, SweepResult, run_sweep
 
 CANDIDATES: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "ace_auto": {"reach": [0.06, 0.015, 0.03, 0.1, 0.16, 0.25, 0.4], "power": [0.25, 0.5]},
+    "ace_auto": {"reach": ["auto", 0.015, 0.03, 0.06, 0.12, 0.2, 0.4], "power": [0.25, 0.5]},
     "average": {},
     "ace": {},
     "tsv_m": {},
