@@ -32,13 +32,13 @@ def written(folder: Path, *labels: Any) -> Path:
 
 
 def test_numbers_and_names_may_be_mixed(red: Checkpoint, tmp_path: Path) -> None:
-    labels = read_labels(written(tmp_path, 2, "bad", "good", 0), red)
+    labels = read_labels(written(tmp_path, 2, "bad", "good", 0), red, red)
     assert labels is not None
     assert labels.tolist() == [2, 0, 1, 0]
 
 
 def test_no_labels(red: Checkpoint, tmp_path: Path) -> None:
-    assert read_labels(written(tmp_path, ..., ...), red) is None
+    assert read_labels(written(tmp_path, ..., ...), red, red) is None
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_no_labels(red: Checkpoint, tmp_path: Path) -> None:
 )
 def test_wrong_labels(labels: tuple[Any, ...], message: str, red: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
-        read_labels(written(tmp_path, *labels), red)
+        read_labels(written(tmp_path, *labels), red, red)

@@ -356,6 +356,8 @@ def test_methods_lists_and_describes(run: Command) -> None:
     )
     _, out, _ = run("methods", "ace")
     assert all(option in out for option in ("epsilon", "tau", "k_frac", "normalise", "prior", "refine", "alpha"))
+    assert "kept as the model family's preset says" in out
+    assert "other tensors are averaged. Set" in run("methods", "ace_auto")[1]
     _, out, _ = run("methods", "ace", "--json")
     assert json.loads(out)[0]["options"][0]["name"] == "epsilon"
 

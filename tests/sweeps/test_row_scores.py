@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import acemerge
+import lora_zoo
 from acemerge.errors import AcemergeError, InputError
 from acemerge.output.manifest import read_merge
 from acemerge.sweeps.tuning import CANDIDATES
@@ -123,6 +124,26 @@ def test_tune_merges_by_the_best_candidate(bert_models: Models, tmp_path: Path) 
     [note] = [note for note in result.plan.notes if "chosen from" in note]
     assert f"chosen from {len(tried)} by the rows of rows" in note
     assert not [path for path in (tmp_path / "out-tuning").iterdir() if path.is_dir()]
+
+
+def test_adapters_are_judged_by_the_classes_of_their_heads(tmp_path: Path) -> None:
+    base = lora_zoo.write_base(tmp_path / "base", "BertModel")
+    kind: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query"], "labels": 5}
+    adapters = {
+        name: lora_zoo.write_adapter(base, tmp_path / name, "BertForSequenceClassification", seed=seed, **kind)
+        for seed, name in enumerate(("red", "blue"))
+    }
+    rows = labelled(tmp_path / "rows", Models(base, adapters), classes=5)
+    with quiet_transformers():
+        result = acemerge.sweep(base, adapters, tmp_path / "grid", ALPHAS, "average", rows=rows, keep="all", quiet=True)
+        folder = result.points[0].folder
+        assert folder
+        expected = probability_of_labels(acemerge.load_expert_head(folder, "red"), rows / "red.safetensors")
+    assert result.points[0].scores["red"] == pytest.approx(expected, abs=1e-5)
+    assert "is an adapter" in (result.references["experts"].failure or "")
+    with_label(rows, "red", 5)
+    with quiet_transformers(), pytest.raises(AcemergeError, match=r"has label 5, but expert .* has 5 classes"):
+        acemerge.merge(base, adapters, tmp_path / "out", tune=rows, quiet=True)
 
 
 def test_tune_takes_no_method(bert_models: Models, tmp_path: Path) -> None:

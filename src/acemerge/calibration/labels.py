@@ -9,22 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acemerge.adapters.adapter import Adapter
 from acemerge.calibration.models import model_config
 from acemerge.calibration.texts import read_lines
+from acemerge.checkpoints.families import is_task_head
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.formats.registry import open_file
 from acemerge.errors import InputError, did_you_mean
 
 
-def read_labels(file: Path, expert: Checkpoint) -> Tensor | None:
+def read_labels(file: Path, expert: Checkpoint, base: Checkpoint) -> Tensor | None:
     """[row]; None if no row has one."""
-    config = model_config(expert)
-    labels = _of_tensors(file) if file.suffix == ".safetensors" else _of_texts(file, config.label2id or {})
-    if labels is not None and int(labels.max()) >= config.num_labels:
-        raise InputError(
-            f"{file}: has label {int(labels.max())}, but expert {expert.where} has {config.num_labels} classes, numbered from 0"
-        )
+    names, count = _classes(expert, base)
+    labels = _of_tensors(file) if file.suffix == ".safetensors" else _of_texts(file, names)
+    if labels is not None and int(labels.max()) >= count:
+        raise InputError(f"{file}: has label {int(labels.max())}, but expert {expert.where} has {count} classes, numbered from 0")
     return labels
+
+
+def _classes(expert: Checkpoint, base: Checkpoint) -> tuple[Mapping[str, int], int]:
+    """Their numbers by name, and how many there are. An adapter has no config; its head tells."""
+    if isinstance(expert, Adapter) and any(is_task_head(name) for name in expert.tensors):
+        names: Mapping[str, int] = expert.head_config({}, expert.tensors)["label2id"]
+        return names, len(names)
+    config = model_config(expert if expert.config else base)
+    return config.label2id or {}, config.num_labels
 
 
 def _of_tensors(file: Path) -> Tensor | None:

@@ -44,7 +44,7 @@ class ExpertRows:
     def open(folder: Path, base: Checkpoint, expert: Checkpoint) -> ExpertRows:
         """Read and check; the rows are made ready once by what is known before a merge."""
         file, reader = file_of(folder, expert), expert if expert.config else base
-        rows, labels = prepare_rows(file, base, reader), read_labels(file, reader)
+        rows, labels = prepare_rows(file, base, reader), read_labels(file, expert, base)
         if labels is not None and len(labels) != len(rows.lengths):
             raise InputError(f"{file}: has {len(rows.lengths)} rows and {len(labels)} labels; give one for each row")
         if labels is None and "input_ids" not in rows.batch(torch.tensor([0])):
@@ -113,6 +113,9 @@ class RowScores:
 
     def of_experts(self) -> dict[str, float]:
         """What there is to be kept: of each expert itself, on its own rows."""
+        adapter = next((rows.expert for rows in self.rows if rows.expert.changes is not None), None)
+        if adapter is not None:
+            raise InputError(f"expert {adapter.where} is an adapter, which is not run without its base")
         return _with_mean({rows.expert.name: rows.score(load_model(rows.expert), rows.expert) for rows in self.rows})
 
 
