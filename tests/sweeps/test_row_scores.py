@@ -146,6 +146,31 @@ def test_adapters_are_judged_by_the_classes_of_their_heads(tmp_path: Path) -> No
         acemerge.merge(base, adapters, tmp_path / "out", tune=rows, quiet=True)
 
 
+def other_class(models: Models, class_name: str) -> None:
+    for folder in models.experts.values():
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [class_name]}))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "with_labels", "message"),
+    [
+        ("BertForTokenClassification", True, "has labels, but BertForTokenClassification gives no class for each row"),
+        ("BertForMaskedLM", False, "has no labels, but BertForMaskedLM does not expect the next token"),
+    ],
+)
+def test_models_that_answer_otherwise_are_refused_before_any_merge(
+    class_name: str, with_labels: bool, message: str, bert_models: Models, tmp_path: Path
+) -> None:
+    other_class(bert_models, class_name)
+    rows = labelled(tmp_path / "rows", bert_models)
+    for name in bert_models.experts if not with_labels else ():
+        without_labels(rows, name)
+    with quiet_transformers(), pytest.raises(AcemergeError, match=message):
+        acemerge.merge(bert_models.base, bert_models.experts, tmp_path / "out", tune=rows, quiet=True)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_tune_takes_no_method(bert_models: Models, tmp_path: Path) -> None:
     rows = labelled(tmp_path / "rows", bert_models)
     with pytest.raises(InputError, match="--tune: chooses the method"):
@@ -172,7 +197,7 @@ def fewer_labels(rows: Path, name: str) -> None:
 
 WRONG: list[tuple[Any, str]] = [
     (lambda rows, name: (rows / f"{name}.safetensors").unlink(), "no data for expert"),
-    (without_labels, "has labels and .* has none"),
+    (without_labels, "has no labels, but BertForSequenceClassification does not expect the next token"),
     (fewer_labels, "12 rows and 11 labels"),
     (lambda rows, name: with_label(rows, name, -1), "whole numbers .* from 0"),
     (lambda rows, name: with_label(rows, name, 7), "has label 7, but expert .* has 5 classes"),

@@ -22,7 +22,7 @@ from acemerge.calibration.batches import batches_of_like_length
 from acemerge.calibration.files import file_of, prepare_rows
 from acemerge.calibration.inputs import Batch, Prepared
 from acemerge.calibration.labels import read_labels
-from acemerge.calibration.models import load_model
+from acemerge.calibration.models import load_model, outline_model
 from acemerge.calibration.next_tokens import next_token_losses
 from acemerge.checkpoints.content_hash import file_hash
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
@@ -49,14 +49,37 @@ class ExpertRows:
             raise InputError(f"{file}: has {len(rows.lengths)} rows and {len(labels)} labels; give one for each row")
         if labels is None and "input_ids" not in rows.batch(torch.tensor([0])):
             raise InputError(f"{file}: has no labels, and without text there are no tokens to expect; add 'labels' [row]")
-        return ExpertRows(file, expert, labels, file_hash(file))
+        found = ExpertRows(file, expert, labels, file_hash(file))
+        found._refuse_other_answers(rows)
+        return found
+
+    @torch.inference_mode()
+    def _refuse_other_answers(self, rows: Prepared) -> None:
+        """Before any merge, as far as a model without values shows what it answers; some want values, and an adapter is none."""
+        try:
+            model, batch = outline_model(self.expert).eval(), rows.batch(torch.tensor([0]))
+            shapes = {
+                name: value.to("meta") for name, value in batch.items() if "mask" not in name
+            }  # whose values models look at
+            logits = model(**shapes).logits
+        except Exception:
+            return
+        self._check_answers(model, logits, batch)
+
+    def _check_answers(self, model: nn.Module, logits: Tensor, batch: Batch) -> None:
+        """Classes for rows with labels, and next tokens for texts without."""
+        name = type(model).__name__
+        if self.labels is not None and logits.dim() != 2:
+            raise InputError(f"{self.file}: has labels, but {name} gives no class for each row; score by a command: --evaluate")
+        if self.labels is None and (logits.dim() != 3 or "decoder_input_ids" in batch or not _writes_on(model)):
+            raise InputError(f"{self.file}: has no labels, but {name} does not expect the next token; add a label to every row")
 
     @torch.inference_mode()
     def score(self, model: nn.Module, place: Checkpoint) -> float:
         """The mean of the rows' scores; `place` has the config and the tokenizer that belong to the model."""
         rows = prepare_rows(self.file, place, place)
         if self.labels is None:
-            return -_token_loss(model, rows, self.file)
+            return -self._token_loss(model, rows)
         right = [
             self._right(model, rows.batch(indices), self.labels[indices]) for indices in batches_of_like_length(rows.lengths)
         ]
@@ -65,12 +88,22 @@ class ExpertRows:
     def _right(self, model: nn.Module, batch: Batch, labels: Tensor) -> Tensor:
         """Probability of each row's label."""
         logits = _logits(model, batch, self.file)
-        if logits.dim() != 2:
-            raise InputError(
-                f"{self.file}: has labels, but {type(model).__name__} gives no class for each row; leave the labels out, and the "
-                "texts' own tokens count"
-            )
+        self._check_answers(model, logits, batch)
         return logits.double().softmax(1).gather(1, labels[:, None])[:, 0]
+
+    def _token_loss(self, model: nn.Module, rows: Prepared) -> float:
+        """Nats for each token but the first of a text, over all texts."""
+        total = tokens = 0.0
+        for indices in batches_of_like_length(rows.lengths):
+            batch = rows.batch(indices)
+            logits = _logits(model, batch, self.file)
+            self._check_answers(model, logits, batch)
+            seen = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+            total += float(next_token_losses(logits.float(), seen).double().sum())
+            tokens += float(seen["attention_mask"][:, 1:].sum())
+        if not tokens:
+            raise InputError(f"{self.file}: its texts have one token each, so there is none to expect; give longer ones")
+        return total / tokens
 
 
 @dataclass(frozen=True)
@@ -142,19 +175,7 @@ def _logits(model: nn.Module, batch: Batch, file: Path) -> Tensor:
     return logits
 
 
-def _token_loss(model: nn.Module, rows: Prepared, file: Path) -> float:
-    """Nats for each token but the first of a text, over all texts."""
-    total = tokens = 0.0
-    for indices in batches_of_like_length(rows.lengths):
-        batch = rows.batch(indices)
-        logits = _logits(model, batch, file)
-        if logits.dim() != 3 or "decoder_input_ids" in batch:
-            raise InputError(
-                f"{file}: has no labels, but {type(model).__name__} does not expect the next token; add a label to every row"
-            )
-        seen = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
-        total += float(next_token_losses(logits.float(), seen).double().sum())
-        tokens += float(seen["attention_mask"][:, 1:].sum())
-    if not tokens:
-        raise InputError(f"{file}: its texts have one token each, so there is none to expect; give longer ones")
-    return total / tokens
+def _writes_on(model: nn.Module) -> bool:
+    """Whether it is one of transformers' that generate text."""
+    can_generate: Any = getattr(model, "can_generate", None)
+    return bool(can_generate and can_generate())
