@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acemerge.checkpoints.hashed_ahead import hashing_ahead
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, with_flags
 from acemerge.cli.printing import print_json, telling_of
+from acemerge.cli.process import importing
 from acemerge.cli.push import PushFlags, send
 from acemerge.recipe.run_options import RunOptions
 
@@ -55,14 +57,16 @@ def merge_command(
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
-    from acemerge.execute.pipeline import run_merge
-
     recipe, relative_to = asked.recipe(models)
     repository = to.repository(run.offline)
     how = replace(run, quiet=run.quiet or as_json)
-    if tune:
-        recipe = _tuned(recipe, tune, output, how, relative_to)
-    result = run_merge(recipe, output, how, relative_to=relative_to)
+    named = [recipe.base, *(expert.model for expert in recipe.experts)]
+    with hashing_ahead(relative_to / name for name in named if isinstance(name, str)):
+        with importing():
+            from acemerge.execute.pipeline import run_merge
+        if tune:
+            recipe = _tuned(recipe, tune, output, how, relative_to)
+        result = run_merge(recipe, output, how, relative_to=relative_to)
     tell(result, verbose=verbose, quiet=run.quiet, as_json=as_json)
     send(repository, output, quiet=run.quiet or as_json)
 
