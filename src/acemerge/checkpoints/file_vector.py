@@ -7,7 +7,7 @@ copying a piece that is read into memory that the processor has at hand.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.tensor_header import TensorHeader
@@ -43,7 +43,8 @@ class FileVector:
 
         start, stop, _ = where.indices(self.numel())
         piece = torch.empty(stop - start, dtype=self.dtype)
-        memory = memoryview(piece.view(torch.uint8).numpy())
+        array: Any = piece.view(torch.uint8).numpy()
+        memory = memoryview(array)
         place = self._start + start * self.dtype.itemsize
         while memory:
             count = os.preadv(self._file, [memory], place)
