@@ -84,16 +84,21 @@ def _tuned(recipe: Recipe, rows: Path, output: Path, run: RunOptions, relative_t
 
 def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> None:
     """Warnings on standard error; the summary for people or for programs."""
-    from acemerge.cli.display import print_result, print_warnings
     from acemerge.output.overreach import averaging_instead
 
     instead = averaging_instead(result.plan.recipe, result.output)
-    print_warnings([f"{said}: {instead}" for said in result.plan.cautions])
-    print_warnings([warning for record in result.tensors for warning in record["warnings"]])
+    cautions = [f"{said}: {instead}" for said in result.plan.cautions]
+    for said in (cautions, [warning for record in result.tensors for warning in record["warnings"]]):
+        if said:  # else nothing need be imported that prints in colours
+            from acemerge.cli.display import print_warnings
+
+            print_warnings(said)
     with telling_of(result.output):
         if as_json:
             print_json(_result_json(result))
         elif not quiet:
+            from acemerge.cli.display import print_result
+
             print_result(result, verbose)
 
 
