@@ -58,7 +58,7 @@ def test_a_method_from_another_package(with_plugin: None) -> None:
 
 
 def test_a_method_is_found_by_its_file() -> None:
-    """Without importing all the others, which takes a merge's start as long as a tenth of torch."""
+    """Without importing all the others."""
     code = "import sys, acemerge; acemerge.get_method('linear'); sys.exit('acemerge.methods.karcher' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

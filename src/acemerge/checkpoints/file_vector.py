@@ -1,7 +1,7 @@
 """A tensor's entries as they lie in a file, read a piece at a time.
 
-To see a file in memory, the system enters each of its pages in a table and takes it out again, which takes three times as long as
-copying a piece that is read into memory that the processor has at hand.
+Not mapped: the system need not enter each page in a table and take it out again, and a file that shrinks is an error like any
+other, where a page that is gone ends the process.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _run(interruption: Interruption) -> None:
     debug = "--debug" in sys.argv  # before or after the verb
     try:
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-        # One verb alone: making the flags of all the others takes a tenth of a second.
+        # Where one verb is asked for, the flags of all the others need not be made.
         chosen = _app_of(arguments[:1]) if arguments[:1] and arguments[0] in _VERBS else app
         chosen(arguments)
     except BrokenPipeError:
