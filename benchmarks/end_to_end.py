@@ -90,6 +90,7 @@ def mergekit_command(tool: Path, case: Case, llama: Llama, folder: Path, threads
 def measure(commands: dict[str, list[str | Path]], folder: Path, threads: int, repeats: int) -> dict[str, list[Run]]:
     """Run the commands in turn, as often as asked."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else sources that pip has not compiled are compiled in every run
     runs: dict[str, list[Run]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import pkgutil
 from types import ModuleType
 
@@ -12,6 +13,11 @@ def modules_of(package: str) -> list[ModuleType]:
     """Every file of a package, imported."""
     folder = importlib.import_module(package).__path__
     return [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(folder)]
+
+
+def has_module(package: str, name: str) -> bool:
+    """Whether a package has a file of that name."""
+    return name.isidentifier() and importlib.util.find_spec(f"{package}.{name}") is not None
 
 
 def register_all(package: str, entry_points: str) -> None:

@@ -1,4 +1,6 @@
 import importlib.metadata
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -53,6 +55,18 @@ def test_a_method_from_another_package(with_plugin: None) -> None:
     described = {option.name: option for option in get_method("first").describe_options()}
     assert described["which"].allowed == "a whole number >= 0"
     assert described["sign"].allowed == "one of 'plus', 'minus'"
+
+
+def test_a_method_is_found_by_its_file() -> None:
+    """Without importing all the others."""
+    code = "import sys, acemerge; acemerge.get_method('linear'); sys.exit('acemerge.methods.karcher' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["registry", "no.such", "", "linear "])
+def test_a_file_that_has_no_method_is_none(name: str) -> None:
+    with pytest.raises(InputError, match="there is no method"):
+        get_method(name)
 
 
 @pytest.mark.parametrize("name", [m.name for m in all_methods()])

@@ -10,6 +10,7 @@ import hashlib
 import re
 import reprlib
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ def _checked(told: str) -> str:
 
 
 ContentHash = Annotated[str, AfterValidator(_checked)]
+
+_READ_AT_ONCE = 2**23  # after each of these the thread must wait for Python's lock
 
 _DIGEST: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 
@@ -45,10 +48,15 @@ class RunningHash:
         return f"blake3:{self._digest.hexdigest()}"
 
 
-def file_hash(path: Path, algorithm: Algorithm = "blake3") -> str:
-    """Of a file's content."""
-    with path.open("rb") as file:
-        return f"{algorithm}:{hashlib.file_digest(file, _DIGEST[algorithm]).hexdigest()}"
+def file_hash(path: Path, algorithm: Algorithm = "blake3", stopped: Callable[[], bool] = lambda: False) -> str:
+    """Of a file's content; given up as soon as it is stopped."""
+    digest, memory = _DIGEST[algorithm](), memoryview(bytearray(min(_READ_AT_ONCE, path.stat().st_size + 1)))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(memory):
+            if stopped():
+                raise CancelledError
+            digest.update(memory[:count])
+    return f"{algorithm}:{digest.hexdigest()}"
 
 
 def algorithm_of(content_hash: str) -> Algorithm:

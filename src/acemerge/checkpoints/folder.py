@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.file_stamp import FileStamp
+from acemerge.checkpoints.file_vector import FileVector
 from acemerge.checkpoints.formats.registry import WeightsFile, formats, open_file, weight_suffixes
 from acemerge.checkpoints.quantised.eight_bits import StoredInEightBits
 from acemerge.checkpoints.quantised.reading import QUANTIZATION, dequantised, in_eight_bits, reader
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r".+-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx")
 """Of formats that acemerge does not read."""
+
+
+@dataclass(frozen=True)
+class _Files:
+    """How tensors are read that are the files' own, not made of others."""
+
+    owner: Mapping[str, WeightsFile]
+
+    def __call__(self, name: str) -> Tensor:
+        return self.owner[name].read_unchanged(name)
+
+    def vector(self, name: str) -> FileVector | None:
+        return self.owner[name].vector_unchanged(name)
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,11 @@ class Checkpoint:
         change = self.changes.get(name) if self.changes else None
         return [(key, change.read(key)) for key in change.stored_names] if change else [(name, self.read(name))]
 
+    def vector(self, name: str) -> FileVector | Tensor:
+        """A tensor's entries in a row, to be read a piece at a time."""
+        vector = self.read.vector(name) if isinstance(self.read, _Files) else None
+        return vector or self.read(name).reshape(-1)
+
     def mapped(self, name: str) -> Sequence[Tensor]:
         """The memory-mapped parts of the files that a tensor is read from."""
         if self.changes and name in self.changes:
@@ -121,7 +140,7 @@ def open_checkpoint(path: Path, name: str, *, as_stored: bool = False) -> Checkp
 
     A quantised model's tensors are the floats that they stand for, unless they are asked for as they are stored.
     """
-    files = _weight_files(path)
+    files = weight_files(path)
     if path.is_dir():
         check_inside(path, [*files, *path.glob("*.index.json")])
     parts = [open_file(file) for file in files]
@@ -138,7 +157,7 @@ def open_checkpoint(path: Path, name: str, *, as_stored: bool = False) -> Checkp
     tied = {copy: original for part in parts for copy, original in part.tied.items()}
     stamps = tuple(part.stamp for part in parts)
     model = Checkpoint(
-        name, tensors, lambda tensor: owner[tensor].read_unchanged(tensor), path, tuple(files), tied, stamps=stamps,
+        name, tensors, _Files(owner), path, tuple(files), tied, stamps=stamps,
         made_of=lambda tensor: [owner[tensor].held_unchanged(tensor)],
     )  # fmt: skip
     if not model.config:
@@ -202,7 +221,7 @@ def _in_memory(model: str, name: str, tensor: object) -> Tensor:
 # --- which files make up a model ---------------------------------------------------------------------------------------
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """The files that hold a model's weights, or an error that says what was found instead."""
     if path.is_file():
         if not path.name.endswith(weight_suffixes()):

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable, Iterable
 from typing import Annotated, NoReturn
 
 import typer
@@ -36,33 +37,20 @@ from acemerge.cli.verify import verify_command
 from acemerge.errors import AcemergeError
 from acemerge.version import __version__
 
-app = typer.Typer(
-    name="acemerge",
-    help="""Merge fine-tuned models into one, from the weights alone: no data, no training.
-
-    A first merge:  acemerge merge BASE EXPERT EXPERT -o OUT
-    What it would do, without doing it:  acemerge plan BASE EXPERT EXPERT
-    """,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-
-app.command("merge")(merge_command)
-app.command("plan")(plan_command)
-app.command("diagnose")(diagnose_command)
-app.command("report")(report_command)
-app.command("verify")(verify_command)
-app.command("task")(task_command)
-app.command("extract")(extract_command)
-app.command("push")(push_command)
-app.command("sweep")(sweep_command)
-app.command("methods")(methods_command)
-app.command("demo")(demo_command)
-app.command("evaluate")(evaluate_command)
-app.add_typer(recipe_app)
-app.add_typer(bench_app)
+_VERBS: dict[str, Callable[..., None]] = {
+    "merge": merge_command,
+    "plan": plan_command,
+    "diagnose": diagnose_command,
+    "report": report_command,
+    "verify": verify_command,
+    "task": task_command,
+    "extract": extract_command,
+    "push": push_command,
+    "sweep": sweep_command,
+    "methods": methods_command,
+    "demo": demo_command,
+    "evaluate": evaluate_command,
+}
 
 
 def _version(wanted: bool) -> None:
@@ -71,14 +59,36 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="With any command: on an error, show the traceback.")] = False,
 ) -> None:
-    pass
+    """Merge fine-tuned models into one, from the weights alone: no data, no training.
+
+    A first merge:  acemerge merge BASE EXPERT EXPERT -o OUT
+    What it would do, without doing it:  acemerge plan BASE EXPERT EXPERT
+    """
+
+
+def _app_of(verbs: Iterable[str], groups: Iterable[typer.Typer] = ()) -> typer.Typer:
+    made = typer.Typer(
+        name="acemerge",
+        callback=_root,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    for verb in verbs:
+        made.command(verb)(_VERBS[verb])
+    for group in groups:
+        made.add_typer(group)
+    return made
+
+
+app = _app_of(_VERBS, (recipe_app, bench_app))
 
 
 def main() -> None:
@@ -93,6 +103,8 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Python looks for garbage every 700 objects; importing torch makes a million that all stay, a seventh of its time.
     gc.set_threshold(50_000)
+    # So long a thread that wants to read or hash on waits for one that runs Python; by default ten times as long.
+    sys.setswitchinterval(0.0005)
     open_standard_streams()
     explain_bus_errors()
     try:
@@ -108,7 +120,10 @@ def _run(interruption: Interruption) -> None:
     """The command, with every way it can end turned into an exit code and at most one message."""
     debug = "--debug" in sys.argv  # before or after the verb
     try:
-        app([argument for argument in sys.argv[1:] if argument != "--debug"])
+        arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+        # Where one verb is asked for, the flags of all the others need not be made.
+        chosen = _app_of(arguments[:1]) if arguments[:1] and arguments[0] in _VERBS else app
+        chosen(arguments)
     except BrokenPipeError:
         leave_reader()
     except Exception as error:

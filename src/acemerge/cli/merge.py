@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acemerge.checkpoints.hashed_ahead import hashing_ahead
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, with_flags
 from acemerge.cli.printing import print_json, telling_of
+from acemerge.cli.process import importing
 from acemerge.cli.push import PushFlags, send
 from acemerge.recipe.run_options import RunOptions
 
@@ -55,14 +57,16 @@ def merge_command(
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.
     """
-    from acemerge.execute.pipeline import run_merge
-
     recipe, relative_to = asked.recipe(models)
     repository = to.repository(run.offline)
     how = replace(run, quiet=run.quiet or as_json)
-    if tune:
-        recipe = _tuned(recipe, tune, output, how, relative_to)
-    result = run_merge(recipe, output, how, relative_to=relative_to)
+    named = [recipe.base, *(expert.model for expert in recipe.experts)]
+    with hashing_ahead(relative_to / name for name in named if isinstance(name, str)):
+        with importing():
+            from acemerge.execute.pipeline import run_merge
+        if tune:
+            recipe = _tuned(recipe, tune, output, how, relative_to)
+        result = run_merge(recipe, output, how, relative_to=relative_to)
     tell(result, verbose=verbose, quiet=run.quiet, as_json=as_json)
     send(repository, output, quiet=run.quiet or as_json)
 
@@ -80,16 +84,21 @@ def _tuned(recipe: Recipe, rows: Path, output: Path, run: RunOptions, relative_t
 
 def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> None:
     """Warnings on standard error; the summary for people or for programs."""
-    from acemerge.cli.display import print_result, print_warnings
     from acemerge.output.overreach import averaging_instead
 
     instead = averaging_instead(result.plan.recipe, result.output)
-    print_warnings([f"{said}: {instead}" for said in result.plan.cautions])
-    print_warnings([warning for record in result.tensors for warning in record["warnings"]])
+    cautions = [f"{said}: {instead}" for said in result.plan.cautions]
+    for said in (cautions, [warning for record in result.tensors for warning in record["warnings"]]):
+        if said:  # else nothing need be imported that prints in colours
+            from acemerge.cli.display import print_warnings
+
+            print_warnings(said)
     with telling_of(result.output):
         if as_json:
             print_json(_result_json(result))
         elif not quiet:
+            from acemerge.cli.display import print_result
+
             print_result(result, verbose)
 
 

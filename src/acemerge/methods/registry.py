@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
+from importlib import import_module
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
@@ -26,7 +27,7 @@ from jaxtyping import Float
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from acemerge.discovery import register_all
+from acemerge.discovery import has_module, register_all
 from acemerge.errors import InputError, did_you_mean
 from acemerge.methods.mergekit_names import mergekit_hint
 from acemerge.methods.option_text import DescribedOption, Fact, describe_option
@@ -355,8 +356,11 @@ def _others_with(option: str, known: Sequence[str]) -> str:
 
 
 def get_method(name: str) -> Method:
-    """The method of that name."""
-    _discover()
+    """The method of that name. The file that is called so is imported first: most often it is all that is needed."""
+    if name not in _registered and has_module("acemerge.methods", name):
+        import_module(f"acemerge.methods.{name}")
+    if name not in _registered:
+        _discover()
     if name not in _registered:
         raise InputError(f"there is no method '{name}': {did_you_mean(name, _registered)}")
     return _registered[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -24,12 +24,27 @@ _RUN = 1024  # pieces are whole numbers of these, but for a tensor's last
 _PART = 2**20  # entries of a tensor that a thread takes at a time
 
 
+@runtime_checkable
+class Vector(Protocol):
+    """A tensor's entries in one row, in memory or still in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the entries."""
+
+    def numel(self) -> int:
+        """How many."""
+
+    def __getitem__(self, where: slice, /) -> Tensor:
+        """A piece of them."""
+
+
 @dataclass(frozen=True)
 class Stored:
-    """One tensor as the files hold it: the base's values and each expert's (none: it has the base's), in one row."""
+    """One tensor as the files hold it: the base's values and each expert's (none: it has the base's)."""
 
-    base: Float[Tensor, " n"]
-    experts: Sequence[Float[Tensor, " n"] | None]
+    base: Vector
+    experts: Sequence[Vector | None]
 
     @property
     def piece(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from acemerge.checkpoints.content_hash import algorithm_of, file_hash, name_in_hub_cache
+from acemerge.checkpoints.hashed_ahead import hashed_ahead
 from acemerge.errors import InputError
 from acemerge.planning.plan import Plan
 from acemerge.recipe.recipe import Recipe
@@ -76,4 +77,6 @@ def _input_hash(file: Path, expected: str | None, verify: bool) -> str:
     """By the algorithm that the recipe's expectation has; else that of the hub's cache, of whose files the name will do."""
     named = name_in_hub_cache(file)
     algorithm = algorithm_of(expected or named or "")
-    return named if named and algorithm == "sha256" and not verify else file_hash(file, algorithm)
+    if named and algorithm == "sha256" and not verify:
+        return named
+    return (algorithm == "blake3" and hashed_ahead(file)) or file_hash(file, algorithm)

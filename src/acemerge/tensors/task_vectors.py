@@ -12,13 +12,16 @@ from torch import Tensor
 
 from acemerge.adapters.change import LoraChange
 from acemerge.adapters.stacked import StackedChange
+from acemerge.checkpoints.file_vector import FileVector
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.methods import Context
 from acemerge.numerics.frame import Factors, Frame, to_cores
-from acemerge.numerics.pieces import Stored
+from acemerge.numerics.pieces import Stored, Vector
 from acemerge.planning.fates import Core, ExpertTensor
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, matrix_shape
+
+_PAGE = 4096
 
 
 def load_task_vectors(
@@ -93,9 +96,15 @@ def expert_names(plan: Plan, planned: PlannedTensor) -> tuple[str, ...]:
 
 def stored_values(plan: Plan, planned: PlannedTensor) -> Stored:
     """A tensor that the experts store whole, as the files hold it, but for the order of tokens."""
-    base = plan.base.read(planned.name)
-    experts = [expert_value(plan, source, base).reshape(-1) if source.name else None for source in planned.experts]
-    return Stored(base.reshape(-1), experts)
+    return Stored(plan.base.vector(planned.name), [_stored_vector(plan, planned, source) for source in planned.experts])
+
+
+def _stored_vector(plan: Plan, planned: PlannedTensor, source: ExpertTensor) -> Vector | None:
+    if source.name is None:
+        return None
+    if source.rows:
+        return expert_value(plan, source, plan.base.read(planned.name)).reshape(-1)
+    return plan.experts[source.expert].vector(source.name)
 
 
 def stored_tensors(plan: Plan, planned: PlannedTensor) -> Iterator[tuple[Checkpoint, str, Tensor]]:
@@ -110,9 +119,12 @@ def _sources(plan: Plan, planned: PlannedTensor) -> list[tuple[Checkpoint, str]]
 
 
 def prefetch(plan: Plan, planned: PlannedTensor) -> None:
-    """Bring a tensor's pages into the page cache by touching one byte of each; costs no memory of our own."""
-    page = 4096
+    """Bring a tensor's pages into the page cache; costs no memory of our own."""
     for model, name in _sources(plan, planned):
+        vector = None if model.changes and name in model.changes else model.vector(name)
+        if isinstance(vector, FileVector):
+            vector.will_be_needed()
+            continue
         for tensor in model.mapped(name):
             if tensor.is_contiguous() and tensor.dim():
-                tensor.view(torch.uint8).reshape(-1)[::page].sum()
+                tensor.view(torch.uint8).reshape(-1)[::_PAGE].sum()  # one byte of each

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acemerge.checkpoints.file_stamp import FileStamp
+from acemerge.checkpoints.file_vector import FileVector
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.untrusted import check_names, check_not_pointer
 from acemerge.discovery import modules_of
@@ -33,6 +34,8 @@ class WeightsFile:
     tied: Mapping[str, str] = field(default_factory=dict)
     config: Callable[[], Mapping[str, Any]] = dict
     """What config.json would say, of a file that says so itself; asked for where there is none."""
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """Where each tensor's values begin in the file, if that has them as they are, row by row."""
     held: Callable[[str], Tensor] | None = None
     """What the file holds of a tensor whose floats are made when it is read; None: `read` gives the file's own numbers."""
 
@@ -49,6 +52,11 @@ class WeightsFile:
         """One tensor, of a file that has not changed since it was opened."""
         self.stamp.check()
         return self.read(tensor)
+
+    def vector_unchanged(self, tensor: str) -> FileVector | None:
+        """The same to be read a piece at a time, if the file's format allows it."""
+        start = self.starts.get(tensor)
+        return None if start is None else FileVector(self.stamp, start, self.tensors[tensor])
 
     def held_unchanged(self, tensor: str) -> Tensor:
         """The same of what the file holds of it."""

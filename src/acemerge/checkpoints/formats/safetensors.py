@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def _open(path: Path) -> WeightsFile:
     if strange is not None:
         raise InputError(f"{path}: tensor '{strange}' has dtype {header[strange]['dtype']}, which acemerge cannot read")
     tensors = {name: TensorHeader(SAFETENSORS_DTYPES[header[name]["dtype"]], tuple(header[name]["shape"])) for name in names}
-    return WeightsFile(stamp, tensors, handle.get_tensor)
+    data = stamp.size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    starts = {name: data + entry["data_offsets"][0] for name, entry in header.items()} if hasattr(os, "preadv") else {}
+    return WeightsFile(stamp, tensors, handle.get_tensor, starts=starts)
 
 
 FORMAT = Format((".safetensors",), "model.safetensors", _open, rank=0)
