@@ -348,6 +348,7 @@ _RENAMED = (
     (re.compile(r"encoder\.layer\.(\d+)\.intermediate\.dense\."), r"layers.\1.mlp.fc1."),
     (re.compile(r"encoder\.layer\.(\d+)\.output\.dense\."), r"layers.\1.mlp.fc2."),
     (re.compile(r"encoder\.layer\.(\d+)\.layernorm_"), r"layers.\1.layernorm_"),
+    (re.compile(r"\.block_sparse_moe\.(gate|experts)\b"), r".mlp.\1"),
 )
 
 
@@ -358,6 +359,8 @@ def modern_name(name: str) -> str:
     'bert.embeddings.LayerNorm.weight'
     >>> modern_name("vit.encoder.layer.0.attention.attention.query.weight")
     'vit.layers.0.attention.q_proj.weight'
+    >>> modern_name("model.layers.0.block_sparse_moe.gate.weight")
+    'model.layers.0.mlp.gate.weight'
     """
     for old, new in _RENAMED:
         name = old.sub(new, name)
