@@ -19,7 +19,7 @@ from acemerge.errors import InputError
 def changes_of_parameters(
     modules: dict[str, LoraModule], settings: Mapping[str, Any], base: Checkpoint, stored: WeightsFile
 ) -> dict[str, StackedChange | LoraChange]:
-    """By names in the base. Modules of stacked experts are taken out of `modules`; one of a matrix is as others, but for its name."""
+    """By names in the base. Modules of stacked experts are taken out of `modules`; one of a matrix stays, under its own name."""
     targets = settings.get("target_parameters")
     if not targets:
         return {}
