@@ -15,6 +15,7 @@ from acemerge.cli.bench import bench_app, demo_command
 from acemerge.cli.diagnose import diagnose_command
 from acemerge.cli.evaluate import evaluate_command
 from acemerge.cli.extract import extract_command
+from acemerge.cli.help_text import help_text
 from acemerge.cli.merge import merge_command
 from acemerge.cli.methods import methods_command
 from acemerge.cli.plan import plan_command
@@ -41,26 +42,31 @@ app = typer.Typer(
     help="""Merge fine-tuned models into one, from the weights alone: no data, no training.
 
     A first merge:  acemerge merge BASE EXPERT EXPERT -o OUT
+
     What it would do, without doing it:  acemerge plan BASE EXPERT EXPERT
     """,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # in plain text nothing is cut at 80 columns
 )
 
-app.command("merge")(merge_command)
-app.command("plan")(plan_command)
-app.command("diagnose")(diagnose_command)
-app.command("report")(report_command)
-app.command("verify")(verify_command)
-app.command("task")(task_command)
-app.command("extract")(extract_command)
-app.command("push")(push_command)
-app.command("sweep")(sweep_command)
-app.command("methods")(methods_command)
-app.command("demo")(demo_command)
-app.command("evaluate")(evaluate_command)
+_VERBS = (
+    (merge_command, "Merge a base's fine-tunes into one model."),
+    (plan_command, "Show what a merge would do to every tensor, and its cost."),
+    (diagnose_command, "Look first: can these be merged, and where do they disagree?"),
+    (report_command, "Make a page of what a merge did to every tensor."),
+    (verify_command, "Check that an output is still what was written."),
+    (task_command, "Make the model for one task, with that expert's own head."),
+    (extract_command, "Make a LoRA adapter of a full fine-tune."),
+    (push_command, "Upload an output to the Hugging Face hub."),
+    (sweep_command, "Merge at every combination of settings, and find the best."),
+    (methods_command, "List the merging methods, or describe one."),
+    (demo_command, "Train, merge and compare four experts of a real text model."),
+    (evaluate_command, "Measure one model on a suite's tasks."),
+)
+for _command, _in_short in _VERBS:
+    app.command(_command.__name__.removesuffix("_command"), help=help_text(_command), short_help=_in_short)(_command)
 app.add_typer(recipe_app)
 app.add_typer(bench_app)
 

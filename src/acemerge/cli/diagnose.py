@@ -49,9 +49,8 @@ def diagnose_command(
 ) -> None:
     """Look at experts before merging: are they mergeable, and where do they disagree?
 
-    [bold]acemerge diagnose base math code -o report.html[/]                     a page with figures and every tensor
-
-    [bold]acemerge diagnose base math code -m ace -m ace:epsilon=1e-3[/]         distances for settings of your own
+        acemerge diagnose base math code -o report.html    # a page with figures
+        acemerge diagnose base math code -m ace -m ace:epsilon=1e-3   # compare
 
     From the weights alone, one tensor at a time; nothing is merged or written but the report. It takes about as long as a merge
     by each of the methods; --quick is for large models. The exit code is 3 if the experts should not be merged as they are.
