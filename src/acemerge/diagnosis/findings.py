@@ -24,6 +24,7 @@ STRONG = 10.0
 """Times the median energy: an expert that overrules the others where nothing is normalised."""
 RIDGE_DOMINATES, CENTRED_AWAY, KEPT_CHANGE, LOW_RANK = 0.5, 0.3, 0.1, 0.999
 _MOST_RULES = 4
+_MOST_NAMES = 5
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
@@ -258,5 +259,11 @@ _LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:4])
-    return f"{shown} and {len(names) - 4} more experts" if len(names) > 4 else f"expert {shown}" if len(names) == 1 else shown
+    """As a sentence has them.
+
+    >>> _names(["a"]), _names(list("abcde")), _names(list("abcdef"))
+    ("expert 'a'", "'a', 'b', 'c', 'd', 'e'", "'a', 'b', 'c', 'd' and 2 more experts")
+    """
+    shown = ", ".join(f"'{name}'" for name in (names if len(names) <= _MOST_NAMES else names[: _MOST_NAMES - 1]))
+    more = f" and {len(names) - _MOST_NAMES + 1} more experts" if len(names) > _MOST_NAMES else ""
+    return f"expert {shown}" if len(names) == 1 else f"{shown}{more}"
