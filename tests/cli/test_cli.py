@@ -156,6 +156,7 @@ def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
             ["-s", "epsilon=1"],
             "method 'ace_auto' has no option 'epsilon': ace, ram, ram_plus have it (-m ace). Known: alpha, power, reach, ridge",
         ),
+        (["--weights", "1,2"], "method 'ace_auto' has no option 'weights': linear, ties, "),  # the plainest first
         (["-m", "ace", "-s", "epsilon=-1"], "epsilon=-1 is not allowed: it must be a number > 0 or 'paper'"),
         (["-m", "ace", "-s", "k_frac=2"], "k_frac=2 is not allowed: it must be a number >= 0 and <= 1"),
         (["-m", "ace", "-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),
