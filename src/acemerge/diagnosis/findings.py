@@ -133,12 +133,83 @@ def _strength(summary: Summary) -> Iterator[Finding]:
             if energy > STRONG * middle:
                 yield Finding(
                     "caution",
-                    f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}. With the preset "
-                    f"'{diagnosis.preset}' methods for matrices, such as ace, keep the base's values; {DEFAULT_METHOD} averages "
-                    "where shapes are equal.",
-                    "If the expert depends on it, and the method keeps it, add a recipe rule {match: PATTERN, do: average}.",
-                    _rules(changed),
+                    f"Expert '{name}' changed {energy / middle:.0f} times as much (in energy) as the middle one.",
+                    "Averaging and task arithmetic will follow it. ACE normalises such layers where gamma > tau; see the first "
+                    "figure.",
+                    compare_with_averaging(summary.diagnosis),
                 )
+    judged = [tensor for tensor in diagnosis.matrices if tensor.gamma is not None]
+    if judged:
+        count, tau = sum(tensor.heterogeneous for tensor in judged), diagnosis.ace["tau"]
+        text = (
+            f"{count} of {len(judged)} matrices are heterogeneous (gamma above tau = {tau:g}): there ACE weighs experts equally "
+            "and refines the spectrum." + ("" if count == len(judged) else " In the others it keeps their own strength.")
+        )
+        none = f"None of the {len(judged)} matrices has gamma above tau = {tau:g}: ACE keeps the experts' own strength."
+        if len(diagnosis.experts) > 1:
+            yield Finding("good", text if count else none)
+
+
+def _scale(summary: Summary) -> Iterator[Finding]:
+    """gamma divides by the squared mean of log energies, so it has no bound where energies are near 1."""
+    judged = [tensor for tensor in summary.diagnosis.matrices if tensor.gamma is not None]
+    logs = [[math.log(energy) for energy in tensor.entries.energies if energy > 0] for tensor in judged]
+    near_one = [
+        tensor for tensor, own in zip(judged, logs, strict=True)
+        if tensor.heterogeneous and len(own) > 1 and abs(statistics.fmean(own)) < NEAR_ONE
+    ]  # fmt: skip
+    if near_one:
+        yield Finding(
+            "caution",
+            f"In {len(near_one)} of {len(judged)} matrices gamma is large because the experts' energies lie near 1, where its "
+            "denominator vanishes, not because experts differ more than elsewhere: gamma depends on the scale of the weights.",
+            "Which of ACE's branches suits them, a test has to say.",
+            _sweep(summary.diagnosis, "-m", "ace", "--set", f"tau={summary.diagnosis.ace['tau']:g},1e9"),
+        )
+
+
+def _regularisation(summary: Summary) -> Iterator[Finding]:
+    matrices = [tensor for tensor in summary.diagnosis.matrices if tensor.ridge_share is not None]
+    heavy = [tensor for tensor in matrices if (tensor.ridge_share or 0) > RIDGE_DOMINATES]
+    epsilon = summary.diagnosis.ace["epsilon"]
+    if heavy:
+        yield Finding(
+            "caution",
+            f"In {len(heavy)} of {len(matrices)} matrices the regulariser outweighs the experts' covariances "
+            f"(epsilon {epsilon:g} against changes this small), so ACE is close to averaging there.",
+            f"Evaluate a smaller epsilon as well, such as -m ace -s epsilon={epsilon / 100:g}",
+            _sweep(summary.diagnosis, "-m", "ace", "--set", f"epsilon={epsilon:g},{epsilon / 100:g}"),
+        )
+
+
+def _centring(summary: Summary) -> Iterator[Finding]:
+    """The zero-mean assumption A3: ACE removes column means and does not put them back."""
+    for name, share in zip(summary.diagnosis.experts, summary.mean_shares, strict=True):
+        if share is not None and share > CENTRED_AWAY:
+            yield Finding(
+                "caution",
+                f"{share:.0%} of the change of expert '{name}' lies in column means, which ACE takes for noise and removes.",
+                "The assumption of zero means does not hold for it; evaluate its task first.",
+                compare_with_averaging(summary.diagnosis),
+            )
+
+
+def _kept(summary: Summary) -> Iterator[Finding]:
+    """What experts changed and the preset leaves at the base, by methods such as ACE; others average it."""
+    diagnosis = summary.diagnosis
+    for t, name in enumerate(diagnosis.experts):
+        kept = [x for x in diagnosis.tensors if x.fate == "kept" and t in x.experts]
+        changed = [x.name for x in kept if len(x.shape) > 1 and _relative_energy(x, t) > KEPT_CHANGE**2]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            yield Finding(
+                "caution",
+                f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}. With the preset "
+                f"'{diagnosis.preset}' methods for matrices, such as ace, keep the base's values; {DEFAULT_METHOD} averages "
+                "where shapes are equal.",
+                "If the expert depends on it, and the method keeps it, add a recipe rule {match: PATTERN, do: average}.",
+                _rules(changed),
+            )
 
 
 def _relative_energy(tensor: TensorDiagnosis, expert: int) -> float:
