@@ -113,6 +113,9 @@ def sweep_command(
 
     if maximise and minimise:
         raise InputError("--maximise and --minimise: one score decides; give one of them")
+    if (maximise or minimise) and not (evaluate or rows):
+        flag = "--maximise" if maximise else "--minimise"
+        raise InputError(f"{flag} {maximise or minimise}: nothing gives scores; add --evaluate COMMAND or --rows FOLDER")
     recipes, relative_to = asked.recipes(models)
     split = split_settings([recipe.method for recipe in recipes], parse_lists(settings or []))
     options = SweepOptions(
