@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class AcemergeError(Exception):
@@ -51,6 +52,11 @@ def first_line(error: BaseException) -> str:
 
 
 _FEW = 20
+
+
+def no_folder(path: Path) -> str:
+    """What is wrong with a path that should be a folder's."""
+    return f"{path}: is a file, not a folder" if path.exists() else f"{path}: no such folder"
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -47,7 +47,6 @@ _OTHER_LORAS: dict[str, dict[str, Any]] = {
     "init_lora_weights='olora'": {"init_lora_weights": "olora"},
     "trainable_token_indices=[1, 2]": {"trainable_token_indices": [1, 2]},
     "layer_replication=[[0, 2], [0, 2]]": {"layer_replication": [(0, 2), (0, 2)]},
-    "target_parameters=['q_proj.weight']": {"target_parameters": ["q_proj.weight"], "target_modules": []},
     "use_bdlora=": {"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)},
     "kasa_config=": {"kasa_config": KasaConfig()},
     "lora_bias together with bias='all'": {"lora_bias": True, "bias": "all", "target_modules": ["query"]},

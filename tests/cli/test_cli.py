@@ -104,6 +104,20 @@ def test_plan_shows_like_layers_together(run: Command, tmp_path: Path) -> None:
     assert all(name in out for name in base)
 
 
+def test_plan_says_what_becomes_of_what_a_preset_leaves_alone(run: Command, tmp_path: Path) -> None:
+    """By the default method it is averaged, as the table says; by ACE it stays."""
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (4, 4), "lm_head.weight": (6, 4)}
+    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
+    base = write_model(tmp_path / "base", weights)
+    expert = write_model(tmp_path / "expert", {name: value + 1 for name, value in weights.items()})
+    _, out, _ = run("plan", base, expert, "--preset", "llm")
+    assert "norms average; embed_tokens and lm_head average too; orientation" in out
+    assert "1 merged, 1 averaged, 0 kept" in out
+    _, out, _ = run("plan", base, expert, "--preset", "llm", "-m", "ace")
+    assert "norms average; embed_tokens and lm_head stay at the base; orientation" in out
+    assert "1 merged, 0 averaged, 1 kept" in out
+
+
 def test_merge_json(run: Command, models: Models, tmp_path: Path) -> None:
     code, out, err = run("merge", *models.arguments, "-o", tmp_path / "out", "-m", "ace", "--json")
     assert code == 0
@@ -156,6 +170,7 @@ def test_sharded_output(run: Command, models: Models, tmp_path: Path) -> None:
             ["-s", "epsilon=1"],
             "method 'ace_auto' has no option 'epsilon': ace, ram, ram_plus have it (-m ace). Known: alpha, power, reach, ridge",
         ),
+        (["--weights", "1,2"], "method 'ace_auto' has no option 'weights': linear, ties, "),  # the plainest first
         (["-m", "ace", "-s", "epsilon=-1"], "epsilon=-1 is not allowed: it must be a number > 0 or 'paper'"),
         (["-m", "ace", "-s", "k_frac=2"], "k_frac=2 is not allowed: it must be a number >= 0 and <= 1"),
         (["-m", "ace", "-s", "refine=perhaps"], "refine='perhaps' is not allowed: it must be true or false"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -51,16 +53,36 @@ def test_diagnose_compares_what_a_recipe_asks_for(run: Command, tmp_path: Path) 
     assert json.loads(out)["candidates"][0] == "ties:keep=0.4"
 
 
-def test_do_not_merge_is_an_exit_code_of_its_own(run: Command, tmp_path: Path) -> None:
-    base, experts = layered(tmp_path, 1, 1)
+def with_a_stranger(folder: Path) -> tuple[Path, Path]:
+    base, _ = layered(folder, 1, 1)
     generator = torch.Generator().manual_seed(7)
     strange = {name: torch.randn(w.shape, generator=generator) for name, w in read_tensors(base).items()}
-    stranger = write_model(tmp_path / "stranger", strange)
-    code, out, err = run("diagnose", base, *experts, stranger, "-o", tmp_path / "d.html")
+    return base, write_model(folder / "stranger", strange)
+
+
+def test_do_not_merge_is_an_exit_code_of_its_own(run: Command, tmp_path: Path) -> None:
+    base, stranger = with_a_stranger(tmp_path)
+    code, out, err = run("diagnose", base, tmp_path / "expert-0", stranger, "-o", tmp_path / "d.html")
     assert (code, "Do not merge these as they are." in out) == (3, True), err
     assert (tmp_path / "d.html").exists(), "the page is written all the same"
-    code, out, _ = run("diagnose", base, *experts, stranger, "--json")
+    code, out, _ = run("diagnose", base, tmp_path / "expert-0", stranger, "--json")
     assert (code, json.loads(out)["level"]) == (3, "stop")
+
+
+def test_quiet_says_only_what_is_amiss(run: Command, tmp_path: Path) -> None:
+    code, out, err = run("diagnose", *with_a_stranger(tmp_path), "-q")
+    assert (code, out) == (3, "")
+    assert "warning: " in err
+    assert "'stranger'" in err
+
+
+def test_a_reader_that_leaves_early_changes_neither_page_nor_exit_code(tmp_path: Path) -> None:
+    base, stranger = with_a_stranger(tmp_path)
+    page = tmp_path / "page.html"
+    command = f"{sys.executable} -m acemerge diagnose {base} {stranger} -o {page} | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 3, result.stderr
+    assert page.read_text().endswith("</html>")
 
 
 def test_diagnose_mistakes(run: Command, tmp_path: Path) -> None:

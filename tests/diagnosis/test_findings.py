@@ -100,6 +100,7 @@ def test_kept_tensors_that_an_expert_changed_are_named(tmp_path: Path) -> None:
     model_zoo.write_tensors(experts[0], tensors)
     text = said(base, experts, preset="llm")
     assert "Expert 'expert-0' changed 'embed_tokens.weight' by over 10%" in text
+    assert "such as ace, keep the base's values; ace_auto averages" in text, "as their plans say"
     assert text.count("tensors: [{match: embed_tokens.weight, do: average}]") == 1
 
 

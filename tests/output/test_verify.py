@@ -57,6 +57,8 @@ def test_inputs_are_merged_averaged_kept_or_copied_in_every_family(
 
     with pytest.raises(InputError, match="nowhere: no such folder"):
         verify_output(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"manifest\.json: is a file, not a folder"):
+        verify_output(tmp_path / "out" / "acemerge_manifest.json")
     found = verify_output(tmp_path / "out")
     assert not found.problems
     assert (found.tensors, found.foreign) == (len(fates), [])

@@ -30,6 +30,7 @@ from small_models import Models
         (["-m", "ace", "--set", "tau=1", "--keep", "bset"], "did you mean 'best'?"),
         (["-m", "ace", "--set", "tau=1", "--evaluate", "no-such-command-here"], "there is no such command"),
         (["-m", "ace", "--set", "tau=1", "--maximise", "a", "--minimise", "b"], "one score decides"),
+        (["-m", "ace", "--set", "tau=1", "--minimise", "loss"], "--minimise loss: nothing gives scores; add --evaluate"),
         (["-m", "ace", "--set", "tau=1", "--dtype", "int8"], "dtype"),
     ],
 )

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from acemerge.adapters.kohya import lora_file, read_kohya
 from acemerge.adapters.mlx import is_mlx, read_mlx
 from acemerge.adapters.module import LoraModule, unknown_kind
+from acemerge.adapters.parameters import changes_of_parameters
 from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
-from acemerge.adapters.stacked import take_stacked
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
@@ -101,15 +101,16 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     config_stamps = tuple(map(FileStamp.of, config))
     settings, stored = _opened(path, base)
     file = stored.path
-    modules, wholes = _sorted_out(stored)
-    stacked = take_stacked(modules, stored.tensors, stored.read_unchanged, settings, base, file)
-    lora = [LoraModule(module, parts, stored.tensors, settings, file) for module, parts in modules.items()]
+    parts, wholes = _sorted_out(stored)
+    modules = {module: LoraModule(module, keys, stored.tensors, settings, file) for module, keys in parts.items()}
+    parameters = changes_of_parameters(modules, settings, base, stored)
+    lora = list(modules.values())
     own_headers = {**{own: stored.tensors[key] for own, key in wholes.items()}, **{m.weight: m.header for m in lora}}
     names = _names_in_base(base, own_headers)
     _leave_out_copies(wholes, lora, names, stored, base)
-    changes: dict[str, Change] = dict(stacked)
+    changes: dict[str, Change] = dict(parameters)
     headers = {names[own]: stored.tensors[key] for own, key in wholes.items()}
-    headers |= {name: TensorHeader("float32", base.tensors[name].shape) for name in stacked}
+    headers |= {name: TensorHeader("float32", base.tensors[name].shape) for name in parameters}
     for module in lora:
         ours = names[module.weight]
         change = module.change(stored.read_unchanged, ours, base, family)
@@ -118,7 +119,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
             bias = ours.removesuffix("weight") + "bias"
             changes[bias], headers[bias] = module.bias_change(stored.read_unchanged), stored.tensors[module.bias]
     whole_keys = {names[own]: key for own, key in wholes.items()}
-    own_names = {ours: own for own, ours in names.items()} | {name: name for name in stacked}
+    own_names = {ours: own for own, ours in names.items()} | {name: name for name in parameters}
 
     def read(tensor: str) -> Tensor:
         """The whole value, also of what is given as a change: for a head, which is never merged."""

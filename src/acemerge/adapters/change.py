@@ -55,6 +55,8 @@ class LoraChange:
     is_embedding: bool
     magnitude: str | None = None
     """The name of DoRA's row lengths."""
+    of_parameter: bool = False
+    """Whether it changes a parameter of a module that is no linear layer, so that an adapter of modules has no place for it."""
 
     @property
     def is_low_rank(self) -> bool:
@@ -75,7 +77,7 @@ class LoraChange:
 
     def _scaled(self) -> tuple[Tensor, Tensor]:
         """A and s B."""
-        A, B = (_at_least_float32(self.read(name)).flatten(1) for name in (self.down, self.up))
+        A, B = (at_least_float32(self.read(name)).flatten(1) for name in (self.down, self.up))
         return A, B * self.scale
 
     @property
@@ -91,10 +93,10 @@ class LoraChange:
             factors = self.factors()
             return (factors.left @ factors.right).reshape(self.shape)
         A, B = self._scaled()
-        W = _at_least_float32(base).flatten(1)
+        W = at_least_float32(base).flatten(1)
         W = W.T if self.stored_in_out else W
         changed = torch.addmm(W.to(B.dtype), B, A)
-        lengths = _at_least_float32(self.read(self.magnitude)).reshape(-1)
+        lengths = at_least_float32(self.read(self.magnitude)).reshape(-1)
         rescaling = lengths / torch.linalg.vector_norm(changed, dim=1)
         # A module that was never trained changes nothing, exactly: its lengths are the base's own, up to rounding.
         rescaling = torch.where((rescaling - 1).abs() < _ROUNDING, 1.0, rescaling)
@@ -119,8 +121,9 @@ class BiasChange:
 
     def expand(self, base: Tensor) -> Tensor:  # noqa: ARG002
         """The change of the tensor."""
-        return _at_least_float32(self.read(self.bias)) * self.scale
+        return at_least_float32(self.read(self.bias)) * self.scale
 
 
-def _at_least_float32(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """As it is, or in float32 if it is stored in less."""
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,12 @@ class LoraModule:
     stored: Mapping[str, TensorHeader]
     settings: Mapping[str, Any]
     file: Path
+    parameter: str | None = None
+    """The name of the parameter, where peft wraps a parameter and not a module: rank and alpha patterns go by it."""
+
+    def of_parameter(self, name: str) -> LoraModule:
+        """The same, as what changes this parameter."""
+        return replace(self, parameter=name)
 
     @property
     def weight(self) -> str:
@@ -63,7 +69,7 @@ class LoraModule:
         matrices = len(A.shape) >= 2 and len(B.shape) >= 2 and math.prod(B.shape[2:]) == 1
         if not matrices or A.shape[0] != B.shape[1] or not 0 < A.shape[0] <= _LARGEST_RANK:
             raise InputError(f"{self.file}: the factors of '{self.name}' do not fit each other: {shapes}; save it again")
-        declared = self._setting("rank_pattern", "r")
+        declared = self.declared_rank
         if declared != A.shape[0]:
             says = f"{CONFIG} says {shortened(repr(declared))}"
             raise InputError(f"{self.file}: '{self.name}' has rank {A.shape[0]}, {says}; save the adapter again")
@@ -112,7 +118,7 @@ class LoraModule:
         return LoraChange(
             read, self._key("lora_A"), self._key("lora_B"), self._scale(), self.stored[self._key("lora_A")].shape[0],
             stored_in_out, shape[::-1] if stored_in_out else shape, self.name, self.is_embedding,
-            self.parts.get("lora_magnitude_vector"),
+            self.parts.get("lora_magnitude_vector"), self.parameter is not None,
         )  # fmt: skip
 
     def _is_stored_in_out(self, shape: tuple[int, ...], ours: str, base: Checkpoint, family: Family) -> bool:
@@ -124,8 +130,13 @@ class LoraModule:
         known = family.stored_in_out or family.name != "generic"
         return is_stored_in_out(ours, family, base.tensors) if known else bool(self.settings.get("fan_in_fan_out"))
 
+    @property
+    def declared_rank(self) -> Any:
+        """The rank that the settings give it."""
+        return self._setting("rank_pattern", "r")
+
     def _setting(self, patterns: str, default: str) -> Any:
-        return value_for(self.name, self.settings, patterns, default, self.file.parent / CONFIG)
+        return value_for(self.parameter or self.name, self.settings, patterns, default, self.file.parent / CONFIG)
 
     def bias_change(self, read: Callable[[str], Tensor]) -> BiasChange:
         """What it does to that module's bias."""

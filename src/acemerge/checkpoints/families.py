@@ -22,12 +22,14 @@ class Family:
 
     name: str
     about: str
+    """What merges."""
     model_types: frozenset[str] = frozenset()
     """`model_type` values of config.json."""
     signature: str = ""
     """Without a config: a tensor name that gives the family away."""
     kept: tuple[str, ...] = ()
-    """Left at the base's value by methods for matrices."""
+    """Left at the base's value by methods for matrices, or averaged by those that average all."""
+    kept_in_words: str = ""
     averaged: tuple[str, ...] = ()
     """Two-dimensional, yet not a linear map of activations: averaged by methods for matrices."""
     stored_in_out: tuple[str, ...] = ()
@@ -78,12 +80,13 @@ _CONV1D = ("*.c_attn.weight", "*.c_proj.weight", "*.c_fc.weight", "*.q_attn.weig
 FAMILIES = (
     Family(
         "bert",
-        "encoder matrices merge; embeddings, biases and norms stay at the base",
+        "encoder matrices merge",
         frozenset(
             ("bert roberta xlm-roberta camembert distilbert electra mpnet albert deberta deberta-v2 roformer ernie").split()
         ),
         signature="*encoder.layer.*.attention.self.query.weight",
         kept=("*bias*", "*LayerNorm*", "*layer_norm*", "*embeddings*"),
+        kept_in_words="embeddings, biases and norms",
     ),
     Family(
         "gpt2",
@@ -96,7 +99,7 @@ FAMILIES = (
     ),
     Family(
         "llm",
-        "attention and MLP matrices merge, norms average; embed_tokens and lm_head stay at the base",
+        "attention and MLP matrices merge, norms average",
         frozenset(
             (
                 "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi phi3 olmo"
@@ -106,6 +109,7 @@ FAMILIES = (
         ),
         signature="*layers.*.self_attn.q_proj.weight",
         kept=_VOCABULARY,
+        kept_in_words="embed_tokens and lm_head",
         averaged=("*pos_emb*.weight", "*position_embed*.weight"),
     ),
     Family(
@@ -119,24 +123,27 @@ FAMILIES = (
             ).split()
         ),
         kept=_VOCABULARY,
+        kept_in_words="embed_tokens and lm_head",
         averaged=_LOOKUP_TABLES,
         stored_in_out=("*mm_input_projection_weight",),  # Gemma3's projector multiplies by it from the right
     ),
     Family(
         "seq2seq",
-        "matrices of encoder and decoder merge, norms and convolutions average; vocabulary and positions stay at the base",
+        "matrices of encoder and decoder merge, norms and convolutions average",
         frozenset(
             "bart mbart marian pegasus pegasus_x m2m_100 nllb-moe blenderbot blenderbot-small led plbart fsmt whisper".split()
         ),
         kept=("*shared.weight", "*proj_out.weight", *_VOCABULARY),
+        kept_in_words="vocabulary and positions",
         averaged=("*relative_attention_bias*", *_LOOKUP_TABLES),
     ),
     Family(
         "t5",
-        "attention and MLP matrices merge, norms and position buckets average; the vocabulary stays at the base",
+        "attention and MLP matrices merge, norms and position buckets average",
         frozenset("t5 mt5 umt5 longt5".split()),
         signature="*block.*.layer.*.SelfAttention.q.weight",
         kept=("*shared.weight", "*embed_tokens*", "*lm_head*"),
+        kept_in_words="vocabulary and output layer",
         averaged=("*relative_attention_bias*",),
     ),
     Family(
@@ -348,6 +355,7 @@ _RENAMED = (
     (re.compile(r"encoder\.layer\.(\d+)\.intermediate\.dense\."), r"layers.\1.mlp.fc1."),
     (re.compile(r"encoder\.layer\.(\d+)\.output\.dense\."), r"layers.\1.mlp.fc2."),
     (re.compile(r"encoder\.layer\.(\d+)\.layernorm_"), r"layers.\1.layernorm_"),
+    (re.compile(r"\.block_sparse_moe\.(gate|experts)\b"), r".mlp.\1"),
 )
 
 
@@ -358,6 +366,8 @@ def modern_name(name: str) -> str:
     'bert.embeddings.LayerNorm.weight'
     >>> modern_name("vit.encoder.layer.0.attention.attention.query.weight")
     'vit.layers.0.attention.q_proj.weight'
+    >>> modern_name("model.layers.0.block_sparse_moe.gate.weight")
+    'model.layers.0.mlp.gate.weight'
     """
     for old, new in _RENAMED:
         name = old.sub(new, name)

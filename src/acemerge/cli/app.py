@@ -16,6 +16,7 @@ from acemerge.cli.bench import bench_app, demo_command
 from acemerge.cli.diagnose import diagnose_command
 from acemerge.cli.evaluate import evaluate_command
 from acemerge.cli.extract import extract_command
+from acemerge.cli.help_text import help_text
 from acemerge.cli.merge import merge_command
 from acemerge.cli.methods import methods_command
 from acemerge.cli.plan import plan_command
@@ -37,19 +38,19 @@ from acemerge.cli.verify import verify_command
 from acemerge.errors import AcemergeError
 from acemerge.version import __version__
 
-_VERBS: dict[str, Callable[..., None]] = {
-    "merge": merge_command,
-    "plan": plan_command,
-    "diagnose": diagnose_command,
-    "report": report_command,
-    "verify": verify_command,
-    "task": task_command,
-    "extract": extract_command,
-    "push": push_command,
-    "sweep": sweep_command,
-    "methods": methods_command,
-    "demo": demo_command,
-    "evaluate": evaluate_command,
+_VERBS: dict[str, tuple[Callable[..., None], str]] = {
+    "merge": (merge_command, "Merge a base's fine-tunes into one model."),
+    "plan": (plan_command, "Show what a merge would do to every tensor, and its cost."),
+    "diagnose": (diagnose_command, "Look first: can these be merged, and where do they disagree?"),
+    "report": (report_command, "Make a page of what a merge did to every tensor."),
+    "verify": (verify_command, "Check that an output is still what was written."),
+    "task": (task_command, "Make the model for one task, with that expert's own head."),
+    "extract": (extract_command, "Make a LoRA adapter of a full fine-tune."),
+    "push": (push_command, "Upload an output to the Hugging Face hub."),
+    "sweep": (sweep_command, "Merge at every combination of settings, and find the best."),
+    "methods": (methods_command, "List the merging methods, or describe one."),
+    "demo": (demo_command, "Train, merge and compare four experts of a real text model."),
+    "evaluate": (evaluate_command, "Measure one model on a suite's tasks."),
 }
 
 
@@ -68,6 +69,7 @@ def _root(
     """Merge fine-tuned models into one, from the weights alone: no data, no training.
 
     A first merge:  acemerge merge BASE EXPERT EXPERT -o OUT
+
     What it would do, without doing it:  acemerge plan BASE EXPERT EXPERT
     """
 
@@ -79,10 +81,11 @@ def _app_of(verbs: Iterable[str], groups: Iterable[typer.Typer] = ()) -> typer.T
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
+        rich_markup_mode=None,  # in plain text nothing is cut at 80 columns
     )
     for verb in verbs:
-        made.command(verb)(_VERBS[verb])
+        command, in_short = _VERBS[verb]
+        made.command(verb, help=help_text(command), short_help=in_short)(command)
     for group in groups:
         made.add_typer(group)
     return made

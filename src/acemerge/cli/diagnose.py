@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, only, with_flags
-from acemerge.cli.printing import print_json
+from acemerge.cli.printing import print_json, read_as_far_as_wanted
 from acemerge.diagnosis import DEFAULT_CANDIDATES
 from acemerge.recipe.run_options import RunOptions
 
@@ -49,14 +49,13 @@ def diagnose_command(
 ) -> None:
     """Look at experts before merging: are they mergeable, and where do they disagree?
 
-    [bold]acemerge diagnose base math code -o report.html[/]                     a page with figures and every tensor
-
-    [bold]acemerge diagnose base math code -m ace -m ace:epsilon=1e-3[/]         distances for settings of your own
+        acemerge diagnose base math code -o report.html    # a page with figures
+        acemerge diagnose base math code -m ace -m ace:epsilon=1e-3   # compare
 
     From the weights alone, one tensor at a time; nothing is merged or written but the report. It takes about as long as a merge
     by each of the methods; --quick is for large models. The exit code is 3 if the experts should not be merged as they are.
     """
-    from acemerge.cli.diagnose_display import print_diagnosis
+    from acemerge.cli.diagnose_display import print_diagnosis, print_what_is_amiss
     from acemerge.diagnosis.candidates import of_recipe
     from acemerge.diagnosis.findings import findings, verdict
     from acemerge.diagnosis.measure import measure, planned_work
@@ -76,17 +75,24 @@ def diagnose_command(
     plan, more = planned_work(recipe, sources, candidates, quick=quick)
     with compute_threads(run.threads), show_progress(plan, quiet=run.quiet or as_json, more=more) as progress:
         found = measure(recipe, sources, progress, candidates=candidates, device=where, quick=quick)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print_diagnosis(found)
-    if output or figures:
-        _write(found, output, figures, quiet=as_json)
+    written = _write(found, output, figures)
+    with read_as_far_as_wanted():
+        if as_json:
+            print_json(found.to_json())
+        elif run.quiet:
+            print_what_is_amiss(found)
+        else:
+            print_diagnosis(found)
+            if written:
+                print("wrote " + ", ".join(map(str, written)))
     if verdict(findings(found))[0] == "stop":
         raise typer.Exit(DO_NOT_MERGE)
 
 
-def _write(found: Diagnosis, output: Path | None, figures: Path | None, *, quiet: bool) -> None:
+def _write(found: Diagnosis, output: Path | None, figures: Path | None) -> list[Path]:
+    """The page and the figures, before anything is printed, which a reader may stop."""
+    if not (output or figures):
+        return []
     from acemerge.diagnosis.report import diagnosis_page
     from acemerge.reports.page import save_figures, write_report
 
@@ -95,5 +101,4 @@ def _write(found: Diagnosis, output: Path | None, figures: Path | None, *, quiet
         write_report(page, output)
     if figures:
         save_figures(page, figures)
-    if not quiet:
-        print("wrote " + ", ".join(str(path) for path in (output, figures) if path))
+    return [path for path in (output, figures) if path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from acemerge.cli.display import print_findings
+from acemerge.cli.display import print_findings, print_warnings
 from acemerge.cli.tables import new_console, new_table
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.measure import Diagnosis
@@ -24,6 +24,12 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     _print_kinds(diagnosis)
     if 1 < len(diagnosis.experts) <= _MOST_EXPERTS:
         _print_pairs("cosine", diagnosis.experts, summary.cosines)
+
+
+def print_what_is_amiss(diagnosis: Diagnosis) -> None:
+    """On standard error, all that is worth a look."""
+    amiss = [f"{finding.text} {finding.advice}".strip() for finding in findings(diagnosis) if finding.level != "good"]
+    print_warnings(amiss, shown=len(amiss))
 
 
 def _print_experts(summary: Summary) -> None:

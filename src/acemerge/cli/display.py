@@ -109,6 +109,13 @@ def _print_summary(plan: Plan, console: Console) -> None:
         console.print(f"note: {note}")
 
 
+def _told_of_preset(plan: Plan) -> str:
+    """What it merges, and what the method makes of the tensors that it leaves alone."""
+    family, fate = plan.family, "average too" if plan.method.rest == "average all" else "stay at the base"
+    kept = f"; {family.kept_in_words} {fate}" if family.kept_in_words else ""
+    return f"preset {family.name}: {family.about}{kept}"
+
+
 def _print_method(plan: Plan, console: Console) -> None:
     options = ", ".join(f"{name}={as_text(value)}" for name, value in plan.asked_options.items())
     counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
@@ -116,8 +123,7 @@ def _print_method(plan: Plan, console: Console) -> None:
     console.print(f"method {plan.method.name} ({options})")
     used = f"the weights and data: {plan.data.about}; no labels" if plan.data else "the weights alone"
     console.print(f"uses {used}")
-    preset = f"preset {plan.family.name}: {plan.family.about}"
-    console.print(f"{_SCOPES.get(plan.method.touches, preset)}; orientation {plan.recipe.orientation}")
+    console.print(f"{_SCOPES.get(plan.method.touches) or _told_of_preset(plan)}; orientation {plan.recipe.orientation}")
     console.print(f"{len(plan.tensors) + len(plan.omitted)} tensors: {counts}{tied}")
     console.print(f"of all weights: {shares_told(plan.weights)}")
     if any(expert.changes is not None for expert in plan.experts):

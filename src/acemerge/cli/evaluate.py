@@ -30,20 +30,20 @@ def evaluate_command(
         ),
     ] = None,
     run_generated_code: RunCode = False,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the results.")] = Path("evaluate-output"),
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder for the results.")] = Path(
+        "evaluate-output"
+    ),
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, only the results.")] = False,
 ) -> None:
     """Measure one model on a suite's tasks, and print the paper's numbers below.
 
-    [bold]acemerge evaluate demo-output/merged --suite demo[/]             what `acemerge demo` merged, with its heads
+        acemerge evaluate demo-output/merged --suite demo
+        acemerge evaluate merged --suite demo --tasks movie,commits
+        acemerge evaluate expert --suite text-8 --tasks movie
+        acemerge evaluate merged --suite clip-vit-b32-8 --device cuda
 
-    [bold]acemerge evaluate merged --suite demo --tasks movie,commits[/]   a merge of two of its experts
-
-    [bold]acemerge evaluate expert --suite text-8 --tasks movie[/]         a model with a head of its own is for one task
-
-    [bold]acemerge evaluate merged --suite clip-vit-b32-8 --device cuda[/]
-
-    A model without heads gets those of the suite's experts. If the run is interrupted, repeat the command to go on.
+    A model with a head of its own is for one task; one without heads gets those of the suite's experts. If the run is
+    interrupted, repeat the command to go on.
     """
     chosen = open_suite(suite, models, data, tasks, device, batch_size, run_generated_code)
     chosen = replace(chosen, compute=replace(chosen.compute, quiet=quiet))

@@ -21,7 +21,9 @@ from acemerge.recipe.run_options import RunOptions
 def extract_command(
     base: Annotated[str, typer.Argument(help="The model that was fine-tuned: a folder, a file of weights, or a hub id.")],
     fine_tune: Annotated[str, typer.Argument(help="What it became: a full model.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder to create. It appears only when it is whole.")
+    ],
     asked: RecipeFlags,
     run: RunOptions,
     to: PushFlags,
@@ -30,13 +32,13 @@ def extract_command(
 ) -> None:
     """Make a LoRA adapter of a full fine-tune: what it changed of the base, as low-rank factors.
 
-    [bold]acemerge extract llama llama-math -o math-lora --rank 32[/]       rank 32 everywhere
+        acemerge extract llama llama-math -o math-lora --rank 32
+        acemerge extract llama llama-math -o math-lora --energy 0.95
 
-    [bold]acemerge extract llama llama-math -o math-lora --energy 0.95[/]   for each matrix the rank that keeps 95% of its change
-
-    peft loads the adapter on the base. Factors hold the matrices of linear layers. Norms, biases, embeddings and output layers
-    are left out, unless --save-rest writes them whole; either way the summary says how much of the change is where. The head of
-    a task goes to heads/, and `acemerge task` makes an adapter with it.
+    With --energy each matrix gets the rank that keeps so much of its change. peft loads the adapter on the base. Factors hold
+    the matrices of linear layers. Norms, biases, embeddings and output layers are left out, unless --save-rest writes them whole;
+    either way the summary says how much of the change is where. The head of a task goes to heads/, and `acemerge task` makes an
+    adapter with it.
     """
     from acemerge.cli.merge import tell
     from acemerge.execute.extraction import run_extraction

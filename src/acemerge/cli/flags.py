@@ -20,7 +20,7 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="BASE EXPERT...",
-        help="The base and its fine-tunes: folders, weight files, PEFT adapters or hub ids (org/name\\[@revision]). "
+        help="The base and its fine-tunes: folders, weight files, PEFT adapters or hub ids (org/name[@revision]). "
         "Or one recipe.yaml.",
     ),
 ]
@@ -47,19 +47,28 @@ class RecipeFlags:
         metavar="SUITE|FOLDER",
     )
     preset: str | None = option(
-        None, "Which tensors merge: auto (from the base's config), bert, gpt2, llm, vlm, seq2seq, t5, vit or generic."
+        None,
+        "Which tensors merge: auto (from the base's config), bert, gpt2, llm, vlm, seq2seq, t5, vit or generic.",
+        metavar="NAME",
     )
     orientation: str | None = option(
-        None, "canonical: matrices as \\[out, in] whatever their storage. stored: as they lie in the file."
+        None,
+        "canonical: matrices as [out, in] whatever their storage. stored: as they lie in the file.",
+        metavar="canonical|stored",
     )
     fused: str | None = option(
-        None, "q, k and v, or gate and up, in one matrix: merged 'apart' or 'whole'; by default as the preset says."
+        None,
+        "q, k and v, or gate and up, in one matrix: merged 'apart' or 'whole'; by default as the preset says.",
+        metavar="apart|whole",
     )
-    missing: str | None = option(None, "A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it.")
+    missing: str | None = option(
+        None, "A tensor that some experts lack: 'error', or 'skip' to merge it from those that have it.", metavar="error|skip"
+    )
     heads: str | None = option(
         None,
         "Task heads: 'own' (the default; the base's in the model, each expert's in heads/), 'average' for experts with the same "
         "labels, or 'keep' the base's only.",
+        metavar="own|average|keep",
     )
     tokenizer: str | None = option(
         None,
@@ -75,22 +84,31 @@ class RecipeFlags:
     dtype: str | None = option(
         None,
         "Output dtype: float32, bfloat16, float16, float64, or fp8: 8 bits with scales. By default each tensor keeps the base's.",
+        metavar="DTYPE",
     )
     save_as: str | None = option(
-        None, "What to write: 'model', or 'adapter' for one LoRA adapter; full fine-tunes then need --rank or --energy.", "--as"
+        None,
+        "What to write: 'model', or 'adapter' for one LoRA adapter; full fine-tunes then need --rank or --energy.",
+        "--as",
+        metavar="model|adapter",
     )
     rank: int | None = option(
-        None, "With --as adapter: the largest rank to write. By default the merge's own, with nothing cut off.", least=1
+        None,
+        "Of an adapter: the largest rank to write. By default the merge's own, with nothing cut off.",
+        least=1,
+        metavar="N",
     )
     energy: float | None = option(
-        None, "With --as adapter: for each matrix the smallest rank that keeps this share of its change's energy, such as 0.95."
+        None,
+        "Of an adapter: for each matrix the smallest rank that keeps this share of its change's energy, such as 0.95.",
+        metavar="SHARE",
     )
     save_rest: bool = option(
         False,
-        "With --as adapter: also write, whole, what full fine-tunes changed and factors cannot hold: norms, biases, embeddings.",
+        "Of an adapter: also write, whole, what full fine-tunes changed and factors cannot hold: norms, biases, embeddings.",
         "--save-rest",
     )
-    shard_size: str | None = option(None, "Largest output file, such as 500MB; 5GB by default.")
+    shard_size: str | None = option(None, "Largest output file, such as 500MB; 5GB by default.", metavar="SIZE")
     allow_nonfinite: bool = option(
         False, "NaN or infinite values in a model: average such tensors and warn, instead of stopping.", "--allow-nonfinite"
     )

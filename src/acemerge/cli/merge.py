@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 @with_flags(asked=RecipeFlags, run=RunOptions, to=PushFlags)
 def merge_command(
     models: Models,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create. It appears only when it is whole.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder to create. It appears only when it is whole.")
+    ],
     asked: RecipeFlags,
     run: RunOptions,
     to: PushFlags,
@@ -42,17 +44,13 @@ def merge_command(
 ) -> None:
     """Merge a base's fine-tunes into one model.
 
-    [bold]acemerge merge llama llama-math llama-code -o merged[/]          ACE-Merging, the default
-
-    [bold]acemerge merge gpt2 a b c -o out -m ace -s epsilon=4e-2[/]        one option set
-
-    [bold]acemerge merge recipe.yaml -o out[/]                             the same from a file, plus per-tensor rules
-
-    [bold]acemerge merge llama lora-a lora-b -o out --as adapter[/]        LoRA adapters into one; without --as, into a full model
-
-    [bold]acemerge merge base a b -o out -m regmean --data rows[/]         a method that uses data: rows/a.jsonl, rows/b.jsonl
-
-    [bold]acemerge merge base a b -o out --tune rows[/]                    the method that some 32 rows of each task like best
+        acemerge merge llama llama-math llama-code -o merged
+        acemerge merge gpt2 a b c -o out -m ace -s epsilon=4e-2  # another method
+        acemerge merge recipe.yaml -o out                  # with rules for tensors
+        acemerge merge llama lora-a lora-b -o out          # of LoRA adapters
+        acemerge merge llama lora-a lora-b -o out --as adapter   # into one adapter
+        acemerge merge base a b -o out -m regmean --data rows    # rows/a.jsonl ...
+        acemerge merge base a b -o out --tune rows   # what some 32 rows like best
 
     The output is an ordinary Hugging Face folder with a model card. Experts that have their own task heads keep them under
     heads/; `acemerge task` makes a model for one task. If the run is interrupted, repeat the command to go on.

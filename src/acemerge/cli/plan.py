@@ -18,7 +18,9 @@ def plan_command(
     models: Models,
     asked: RecipeFlags,
     run: RunOptions,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also check that this output can be written.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Also check that this output can be written.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="List every tensor by itself.")] = False,
     as_json: AsJson = False,
 ) -> None:

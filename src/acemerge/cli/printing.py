@@ -28,12 +28,24 @@ def telling_of(output: Path) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def read_as_far_as_wanted() -> Iterator[None]:
+    """A reader of what is printed, such as `head`, may leave; the command goes on to its end."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_reader()
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):  # rich turns that into a failure
+            raise
+        leave_reader()
+
+
 def print_json(content: Any) -> None:
     """Indented, all at once."""
-    try:
+    with read_as_far_as_wanted():
         print(json.dumps(content, indent=1), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough: nothing went wrong
-        leave_reader()
 
 
 def leave_reader() -> None:

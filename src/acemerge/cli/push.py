@@ -44,7 +44,7 @@ def push_command(
 ) -> None:
     """Upload an output to the Hugging Face hub, after checking that it is still what was written.
 
-    [bold]acemerge push merged my-name/my-model[/]
+        acemerge push merged my-name/my-model
 
     The repository is created if it is not there, private unless --public. If the upload is interrupted, repeat the command: what
     is there already is not sent again. Log in before with `hf auth login`, or set HF_TOKEN.

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-recipe_app = typer.Typer(name="recipe", help="Recipes: merges written as files.", no_args_is_help=True)
+from acemerge.cli.help_text import help_text
+
+recipe_app = typer.Typer(name="recipe", help="Recipes: merges written as files.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @recipe_app.callback()
@@ -15,13 +17,12 @@ def _recipes() -> None:
     pass
 
 
-@recipe_app.command("convert")
 def convert_command(
     config: Annotated[Path, typer.Argument(help="A configuration of mergekit.", metavar="CONFIG.yaml")],
 ) -> None:
     """Print a mergekit configuration as a recipe of acemerge.
 
-    [bold]acemerge recipe convert mergekit-config.yaml > recipe.yaml[/]
+        acemerge recipe convert mergekit-config.yaml > recipe.yaml
 
     `acemerge merge mergekit-config.yaml -o OUT` does the same on the way. What cannot be honoured is refused by name and line.
     """
@@ -36,3 +37,6 @@ def convert_command(
         raise InputError(f"{config}: has no 'merge_method', so it is no configuration of mergekit; `acemerge plan` takes recipes")
     recipe, _ = recipe_from([str(config)], [], {})
     print(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True), end="")
+
+
+recipe_app.command("convert", help=help_text(convert_command))(convert_command)

@@ -20,7 +20,7 @@ def report_command(
 ) -> None:
     """Show what a merge did to every tensor: one HTML file, from the manifest of a merged folder, at any time.
 
-    [bold]acemerge report merged[/]                     writes merged.html
+        acemerge report merged     # writes merged.html
 
     The inputs are not needed. `acemerge merge --report` puts the same page into the output itself, as report.html.
     """

@@ -18,7 +18,9 @@ from acemerge.recipe.run_options import RunOptions
 @with_flags(asked=without(RecipeFlags, "settings"), run=without(RunOptions, "keep_stages"))
 def sweep_command(
     models: Models,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the models, one folder each, and sweep.json.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder for the models, one folder each, and sweep.json.")
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,27 +72,31 @@ def sweep_command(
 ) -> None:
     """Merge at every combination of settings in one pass, and find the best.
 
-    [bold]acemerge sweep base math code -o grid --set reach=0.03,0.06,0.12 --set power=0.25,0.5[/]
+        acemerge sweep base math code -o grid -s reach=0.03,0.06,0.12 \\
+            -s power=0.25,0.5
 
     writes six models: grid/reach=0.03,power=0.25 and so on.
 
-    [bold]acemerge sweep base math code -o grid --set reach=0.03,0.06,0.12 --evaluate "python score.py"[/]
+        acemerge sweep base math code -o grid -s reach=0.03,0.06,0.12 \\
+            --evaluate "python score.py"
 
     scores them one by one and keeps the best.
 
-    [bold]acemerge sweep base math code -o grid --set reach=0.03,0.06,0.12 --rows rows[/]
+        acemerge sweep base math code -o grid -s reach=0.03,0.06,0.12 --rows rows
 
     scores them by a few rows of each expert's task: rows/math.jsonl, rows/code.jsonl.
 
-    [bold]acemerge sweep base math code -o found --search 20 --set reach=0.01..1:log --set alpha=0.5..2 --evaluate "..."[/]
+        acemerge sweep base math code -o found --search 20 \\
+            -s reach=0.01..1:log -s alpha=0.5..2 --evaluate "python score.py"
 
     chooses 20 points by the scores of those before. Any method, any of its options:
 
-    [bold]acemerge sweep base math code -o grid -m ties --set keep=0.1,0.2,0.3 --set alpha=0.3,1[/]
+        acemerge sweep base math code -o grid -m ties -s keep=0.1,0.2 -s alpha=0.3,1
 
     Several methods, each with its own values; a method without any is one point:
 
-    [bold]acemerge sweep base math code -o grid -m ace -m tsv_m -m average -s ace.epsilon=1e-5,1e-3 -s tsv_m.alpha=0.5,1[/]
+        acemerge sweep base math code -o grid -m ace -m tsv_m -m average \\
+            -s ace.epsilon=1e-5,1e-3 -s tsv_m.alpha=0.5,1
 
     With --evaluate the table also has the scores of the base, the experts and plain averaging.
 
@@ -107,6 +113,9 @@ def sweep_command(
 
     if maximise and minimise:
         raise InputError("--maximise and --minimise: one score decides; give one of them")
+    if (maximise or minimise) and not (evaluate or rows):
+        flag = "--maximise" if maximise else "--minimise"
+        raise InputError(f"{flag} {maximise or minimise}: nothing gives scores; add --evaluate COMMAND or --rows FOLDER")
     recipes, relative_to = asked.recipes(models)
     split = split_settings([recipe.method for recipe in recipes], parse_lists(settings or []))
     options = SweepOptions(

@@ -36,7 +36,8 @@ def print_sweep(result: SweepResult) -> None:
     if result.best:
         console.print(f"best: {Point(result.best.settings, result.best.method).name}")
     models = "1 model" if len(kept) == 1 else f"{len(kept)} models"
-    console.print(f"{len(result.points)} points, {models} and sweep.json in {result.output}")
+    points = f"{len(result.points)} point{'s' * (len(result.points) != 1)}"
+    console.print(f"{points}, {models} and sweep.json in {result.output}")
 
 
 def _setting(point: SweepPoint, name: str) -> str:

@@ -11,12 +11,12 @@ import typer
 def task_command(
     merged: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` wrote, with heads/ or tasks/ in it.")],
     expert: Annotated[str, typer.Argument(help="Which expert's task: its name in the merge, a folder under heads/ or tasks/.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to create.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder to create.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
     """Make the model for one task: the merged backbone with what is that expert's own put back on it.
 
-    [bold]acemerge task merged sst2 -o merged-sst2[/]
+        acemerge task merged sst2 -o merged-sst2
 
     Put back are the expert's head, config and tokenizer (heads/), and for methods that make one model per task, such as emr,
     tall_mask and twin, its mask or low-rank factors (tasks/). The output is an ordinary Hugging Face folder.

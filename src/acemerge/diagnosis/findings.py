@@ -24,6 +24,7 @@ STRONG = 10.0
 """Times the median energy: an expert that overrules the others where nothing is normalised."""
 RIDGE_DOMINATES, CENTRED_AWAY, KEPT_CHANGE, LOW_RANK = 0.5, 0.3, 0.1, 0.999
 _MOST_RULES = 4
+_MOST_NAMES = 5
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
@@ -194,7 +195,7 @@ def _centring(summary: Summary) -> Iterator[Finding]:
 
 
 def _kept(summary: Summary) -> Iterator[Finding]:
-    """What experts changed and the preset leaves at the base."""
+    """What experts changed and the preset leaves at the base, by methods such as ACE; others average it."""
     diagnosis = summary.diagnosis
     for t, name in enumerate(diagnosis.experts):
         kept = [x for x in diagnosis.tensors if x.fate == "kept" and t in x.experts]
@@ -203,9 +204,10 @@ def _kept(summary: Summary) -> Iterator[Finding]:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             yield Finding(
                 "caution",
-                f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}, and the preset '{diagnosis.preset}' "
-                "keeps the base's values.",
-                "If the expert depends on it, add a recipe rule {match: PATTERN, do: average} (or do: merge).",
+                f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}. With the preset "
+                f"'{diagnosis.preset}' methods for matrices, such as ace, keep the base's values; {DEFAULT_METHOD} averages "
+                "where shapes are equal.",
+                "If the expert depends on it, and the method keeps it, add a recipe rule {match: PATTERN, do: average}.",
                 _rules(changed),
             )
 
@@ -258,5 +260,11 @@ _LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:4])
-    return f"{shown} and {len(names) - 4} more experts" if len(names) > 4 else f"expert {shown}" if len(names) == 1 else shown
+    """As a sentence has them.
+
+    >>> _names(["a"]), _names(list("abcde")), _names(list("abcdef"))
+    ("expert 'a'", "'a', 'b', 'c', 'd', 'e'", "'a', 'b', 'c', 'd' and 2 more experts")
+    """
+    shown = ", ".join(f"'{name}'" for name in (names if len(names) <= _MOST_NAMES else names[: _MOST_NAMES - 1]))
+    more = f" and {len(names) - _MOST_NAMES + 1} more experts" if len(names) > _MOST_NAMES else ""
+    return f"expert {shown}" if len(names) == 1 else f"{shown}{more}"

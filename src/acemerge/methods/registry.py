@@ -346,9 +346,13 @@ def all_methods() -> list[Method]:
     return [_registered[name] for name in sorted(_registered)]
 
 
+_WELL_KNOWN = ("ace", "linear", "ties")
+
+
 def _others_with(option: str, known: Sequence[str]) -> str:
     """Which methods have an option that one has not: nobody who leaves out -m need know the default's options."""
-    others = [other.name for other in all_methods() if any(f.name == option for f in fields(other.options_type))]
+    having = [other.name for other in all_methods() if any(f.name == option for f in fields(other.options_type))]
+    others = [*(name for name in _WELL_KNOWN if name in having), *(name for name in having if name not in _WELL_KNOWN)]
     if not others:
         return ""
     named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)

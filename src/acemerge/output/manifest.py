@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from acemerge.checkpoints.content_hash import ContentHash, file_hash
 from acemerge.checkpoints.folder import read_json
-from acemerge.errors import InputError
+from acemerge.errors import InputError, no_folder
 from acemerge.layer_names import kind_of
 from acemerge.output.adapter_writer import overall_error
 from acemerge.output.input_hashes import Hashes
@@ -263,7 +263,7 @@ def is_export(folder: Path) -> bool:
 
 def _content(folder: Path, writer: str) -> dict[str, Any]:
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
+        raise InputError(no_folder(folder))
     if not (folder / MANIFEST).is_file():
         raise InputError(f"{folder}: has no {MANIFEST}, so it is not an output of {writer}")
     return read_json(folder / MANIFEST, _LARGEST)

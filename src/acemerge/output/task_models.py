@@ -27,7 +27,7 @@ from acemerge.checkpoints.source import expand_home
 from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.checkpoints.tokenizer import GENERATION, TOKENIZER_FILES
 from acemerge.checkpoints.untrusted import check_inside
-from acemerge.errors import InputError, MergeError, did_you_mean
+from acemerge.errors import InputError, MergeError, did_you_mean, no_folder
 from acemerge.output.manifest import MANIFEST, ExportManifest, Manifest, is_export, read_manifest, write_manifest
 from acemerge.output.staging import check_output, staged_output
 from acemerge.output.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
@@ -206,7 +206,7 @@ def _read_backbone(path: Path, merged: Checkpoint) -> dict[str, str]:
 
 def _open_task_model(merged: Path, expert: str) -> TaskModel:
     if not merged.is_dir():
-        raise InputError(f"{merged}: no such folder")
+        raise InputError(no_folder(merged))
     manifest = _read_account(merged)
     with_parts = manifest.experts if manifest and manifest.per_task else []
     known = sorted({*with_parts, *(path.name for path in merged.glob("heads/*") if path.is_dir())})

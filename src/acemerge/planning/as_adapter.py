@@ -29,7 +29,8 @@ def plan_as_adapter(
     low_rank, saved = modules_written(planned, "factors"), modules_written(planned, "value")
     # peft loads a saved module whole, so what is left to the base is written too.
     planned = [replace(t, form="value") if t.form == "absent" and module_of(t.name) in saved - low_rank else t for t in planned]
-    return planned, [*_nothing_low_rank(planned), *_too_full(planned), *_in_two_forms(planned, recipe)]
+    problems = [*_nothing_low_rank(planned), *_of_parameters(tensors, experts), *_too_full(planned)]
+    return planned, [*problems, *_in_two_forms(planned, recipe)]
 
 
 def _in_its_form(tensor: ComputedTensor, experts: Sequence[Checkpoint], family: Family, recipe: Recipe) -> PlannedTensor:
@@ -73,6 +74,19 @@ def _nothing_low_rank(planned: Iterable[PlannedTensor]) -> list[str]:
     if any(tensor.form == "factors" for tensor in planned):
         return []
     return ["--as adapter: no expert changes a matrix that merges by low-rank factors; leave out --as adapter"]
+
+
+def _of_parameters(planned: Iterable[PlannedTensor], experts: Sequence[Checkpoint]) -> list[str]:
+    """What transformers 5 has as a parameter of a mixture: as modules peft would load it with one rank for all, if at all."""
+    for tensor in planned:
+        for source in tensor.experts:
+            change = (experts[source.expert].changes or {}).get(source.name or "")
+            if isinstance(change, LoraChange) and change.of_parameter:
+                return [
+                    f"--as adapter: expert {experts[source.expert].where} changes '{tensor.name}' as a parameter "
+                    "(target_parameters), for which an adapter of modules has no place; leave out --as adapter"
+                ]
+    return []
 
 
 def _too_full(planned: Iterable[PlannedTensor]) -> list[str]:

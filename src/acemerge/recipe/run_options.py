@@ -21,13 +21,19 @@ def option(default: Any, help_text: str, *names: str, least: int | None = None, 
 class RunOptions:
     """How a recipe is carried out."""
 
-    device: str = option("cpu", "Where to compute: cpu, cuda, cuda:N, or several, cuda:0,cuda:1, a shard at a time on each.")
-    threads: int | None = option(
-        None, "CPU threads; all cores by default. With --engine ray: of each task, 1 by default.", least=1
+    device: str = option(
+        "cpu", "Where to compute: cpu, cuda, cuda:N, or several, cuda:0,cuda:1, a shard at a time on each.", metavar="DEVICE"
     )
-    engine: str = option("local", "local: this process. ray: the machines of a Ray cluster, a shard at a time on each core.")
+    threads: int | None = option(
+        None, "CPU threads; all cores by default. With --engine ray: of each task, 1 by default.", least=1, metavar="N"
+    )
+    engine: str = option(
+        "local", "local: this process. ray: the machines of a Ray cluster, a shard at a time on each core.", metavar="local|ray"
+    )
     ray_address: str | None = option(
-        None, "With --engine ray: the cluster, HOST:PORT or 'auto'. By default RAY_ADDRESS, else one started for this run."
+        None,
+        "With --engine ray: the cluster, HOST:PORT or 'auto'. By default RAY_ADDRESS, else one started for this run.",
+        metavar="ADDRESS",
     )
     resume: bool = option(
         True,

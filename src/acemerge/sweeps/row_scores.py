@@ -26,7 +26,7 @@ from acemerge.calibration.models import load_model, outline_model
 from acemerge.calibration.next_tokens import next_token_losses
 from acemerge.checkpoints.content_hash import file_hash
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint
-from acemerge.errors import InputError, PreflightError
+from acemerge.errors import InputError, PreflightError, no_folder
 from acemerge.output.task_models import load_expert_head
 
 
@@ -116,7 +116,7 @@ class RowScores:
     def open(folder: Path, base: Checkpoint, experts: Sequence[Checkpoint]) -> RowScores:
         """A folder with a file for each expert; all problems at once."""
         if not folder.is_dir():
-            raise InputError(f"{folder}: no such folder; give one with a file for each expert, <expert>.jsonl or .safetensors")
+            raise InputError(f"{no_folder(folder)}; give one with a file for each expert, <expert>.jsonl or .safetensors")
         found, problems = [], []
         for expert in experts:
             try:

@@ -13,7 +13,7 @@ from acemerge.checkpoints.content_hash import named_sha256
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.checkpoints.formats.registry import weight_suffixes
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
-from acemerge.errors import InputError
+from acemerge.errors import InputError, no_folder
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def find_model(models: Path | None, places: Sequence[str], hub_id: str) -> Sourc
         return resolve_source(hub_id)
     models = expand_home(models)
     if not models.is_dir():
-        raise InputError(f"--models {models}: no such folder")
+        raise InputError(f"--models {no_folder(models)}")
     for place in places:
         path = models / place
         if path.is_file() or (path.is_dir() and any(file.name.endswith(weight_suffixes()) for file in path.iterdir())):
