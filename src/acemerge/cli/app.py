@@ -30,6 +30,7 @@ from acemerge.cli.process import (
 from acemerge.cli.push import push_command
 from acemerge.cli.recipe import recipe_app
 from acemerge.cli.report import report_command
+from acemerge.cli.route import route_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
 from acemerge.cli.verify import verify_command
@@ -57,6 +58,7 @@ app.command("verify")(verify_command)
 app.command("task")(task_command)
 app.command("extract")(extract_command)
 app.command("push")(push_command)
+app.command("route")(route_command)
 app.command("sweep")(sweep_command)
 app.command("methods")(methods_command)
 app.command("demo")(demo_command)
