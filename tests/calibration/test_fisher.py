@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import acemerge
@@ -64,3 +67,26 @@ def test_a_model_that_answers_for_every_token(tmp_path: Path) -> None:
         out = tmp_path / form
         acemerge.merge(models.base, list(models.experts.values()), out, method="fisher", data=rows, form=form, rows=2)
         assert all(torch.isfinite(tensor).all() for tensor in read_tensors(out).values())
+
+
+def test_scaled_experts_are_measured_where_they_are_averaged(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    """Dynamic Fisher: the same as plain Fisher of experts that were written with so much of their change, T times as far."""
+    models, rows = models_and_rows("bert", rows=3)
+    scales = [0.3, 1.0, 0.7][: len(models.experts)]
+    base, moved = read_tensors(models.base), {}
+    for scale, (name, folder) in zip(scales, models.experts.items(), strict=True):
+        shutil.copytree(folder, tmp_path / "moved" / name)
+        own = read_tensors(folder)
+        lerped = {t: torch.lerp(base[t], v, scale) if t in base and v.shape == base[t].shape else v for t, v in own.items()}
+        lerped |= {t: v for t, v in own.items() if t.startswith("classifier")}
+        save_file(lerped, tmp_path / "moved" / name / "model.safetensors", metadata={"format": "pt"})
+        moved[name] = tmp_path / "moved" / name
+    keywords: dict[str, Any] = {"method": "fisher", "data": rows}
+    acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", scales=scales, **keywords)
+    acemerge.merge(models.base, list(moved.values()), tmp_path / "expected", **keywords)
+    found, expected = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "expected")
+    plain = tmp_path / "plain"
+    acemerge.merge(models.base, list(models.experts.values()), plain, **keywords)
+    for name, tensor in found.items():
+        assert_near(tensor, expected[name], name)
+    assert not all(tensor.allclose(found[name], rtol=1e-3) for name, tensor in read_tensors(plain).items())
