@@ -11,24 +11,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import acemerge
 from acemerge.bench.suites.registry import Suite, get_suite
 from acemerge.routing.index import Kernel, write_index
+from acemerge.routing.model import RoutedModel
 from acemerge.routing.weights import centroid_of
 
 Rows = list[tuple[dict[str, Tensor], int]]
 """Each row as the model takes it, and its class."""
-Weights = Callable[[str, int], Mapping[str, float]]
-"""Of a task and a row's number."""
+Weights = dict[str, list[dict[str, float]]]
+"""By task, every row's."""
+Scores = dict[str, float]
 
 
 def rows_of(suite: Suite, task: Any, part: str, count: int) -> Rows:
@@ -39,10 +42,10 @@ def rows_of(suite: Suite, task: Any, part: str, count: int) -> Rows:
     return [(prepared.batch(torch.tensor([i])), int(labels[i])) for i in range(len(prepared.lengths))]
 
 
-def embed(backbone: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def embed(backbone: Any, batch: dict[str, Tensor]) -> Tensor:
     """The mean of the base's last states."""
     with torch.inference_mode():
-        states = backbone(**batch).last_hidden_state[0]
+        states: Tensor = backbone(**batch).last_hidden_state[0]
     return states[batch["attention_mask"][0].bool()].mean(0) if "attention_mask" in batch else states.mean(0)
 
 
@@ -56,15 +59,13 @@ def extract_adapters(suite: Suite, folder: Path, rank: int) -> dict[str, Path]:
     return found
 
 
-def share_right(
-    suite: Suite, models: dict[str, Any], tests: dict[str, Rows], merge: Callable[[str, int], object]
-) -> dict[str, float]:
-    """Of every task, the rows that are answered right after `merge(task, row)`."""
+def share_right(suite: Suite, models: dict[str, Any], tests: dict[str, Rows], routed: RoutedModel, weights: Weights) -> Scores:
+    """Of every task, the rows that are answered right with each row's weights."""
     scores = {}
     for task, rows in tests.items():
         right = 0
-        for number, (batch, label) in enumerate(rows):
-            merge(task, number)
+        for (batch, label), own in zip(rows, weights[task], strict=True):
+            routed.merge(own)
             with torch.inference_mode():
                 right += int(suite.domain.logits(models[task], batch)[0].argmax()) == label
         scores[task] = right / len(rows)
@@ -79,9 +80,9 @@ def measured(suite: Suite, folder: Path, given: argparse.Namespace) -> Iterator[
     """A row for each way to merge."""
     adapters = extract_adapters(suite, folder, given.rank)
     tests = {task.expert: rows_of(suite, task, "test", given.limit) for task in suite.tasks}
-    models = {task.expert: suite.domain.load(suite.experts(0).folder(task)).eval() for task in suite.tasks}
-    place = suite.experts(0).base
-    base = type(next(iter(models.values())).base_model).from_pretrained(place, add_pooling_layer=False).eval()
+    models: dict[str, Any] = {task.expert: suite.domain.load(suite.experts(0).folder(task)).eval() for task in suite.tasks}
+    place, some = suite.experts(0).base, next(iter(models.values()))
+    base = type(some.base_model).from_pretrained(place, add_pooling_layer=False).eval()
     centroids = {}
     for task in suite.tasks:
         rows = rows_of(suite, task, "train", given.centroid_rows)
@@ -94,27 +95,33 @@ def measured(suite: Suite, folder: Path, given: argparse.Namespace) -> Iterator[
         write_index(list(map(str, adapters.values())), folder / "centroids.safetensors", index, base=str(place), kernel=kernel)
         routed[name] = acemerge.load_routed(index, model=base, cache=8)
     for model in models.values():  # one backbone for all, whose weights are merged in place
-        setattr(model, model.base_model_prefix, base)
+        setattr(model, some.base_model_prefix, base)
     equal = dict.fromkeys(adapters, 1 / len(adapters))
     ways: dict[str, tuple[str, Weights]] = {
-        "base": ("no adapter", lambda task, row: {}),  # noqa: ARG005
-        "own adapter": ("the task of the row", lambda task, row: {task: 1.0}),  # noqa: ARG005
-        "average": ("weights alone", lambda task, row: equal),  # noqa: ARG005
+        "base": ("no adapter", {task: [{}] * len(own) for task, own in queries.items()}),
+        "own adapter": ("the task of the row", {task: [{task: 1.0}] * len(own) for task, own in queries.items()}),
+        "average": ("weights alone", {task: [equal] * len(own) for task, own in queries.items()}),
     }
-    for name in KERNELS:
-        ways[name] = (ROUTED, lambda task, row, name=name: routed[name].weights(queries[task][row]))
+    for name, model in routed.items():
+        ways[name] = (ROUTED, {task: [model.weights(query) for query in own] for task, own in queries.items()})
     for name, (uses, weights) in ways.items():
         started = time.monotonic()
-        scores = share_right(suite, models, tests, lambda task, row, w=weights: routed["nearest"].merge(w(task, row)))
-        found = {"row": name, "uses": uses, "scores": scores, "average": sum(scores.values()) / len(scores)}
-        found["seconds"] = time.monotonic() - started
-        if name in KERNELS:
-            each = [(task, routed[name].weights(query)) for task, own in queries.items() for query in own]
-            found["adapters_per_row"] = sum(len(w) for _, w in each) / len(each)
-            found["own_adapter_first"] = sum(next(iter(w), "") == task for task, w in each) / len(each)
-            found["kernel"] = KERNELS[name].model_dump()
-        print(f"{name}: {100 * found['average']:.1f}%, {found['seconds']:.0f} s", flush=True)
-        yield found
+        scores = share_right(suite, models, tests, routed["nearest"], weights)
+        average = statistics.fmean(scores.values())
+        print(f"{name}: {100 * average:.1f}%, {time.monotonic() - started:.0f} s", flush=True)
+        yield {"row": name, "uses": uses, "scores": scores, "average": average, **_about_weights(name, weights)}
+
+
+def _about_weights(name: str, weights: Weights) -> dict[str, Any]:
+    """How many adapters count for a row, and how often the row's own task is the first."""
+    if name not in KERNELS:
+        return {}
+    each = [(task, own) for task, rows in weights.items() for own in rows]
+    return {
+        "adapters_per_row": statistics.fmean(len(own) for _, own in each),
+        "own_adapter_first": statistics.fmean(next(iter(own), "") == task for task, own in each),
+        "kernel": KERNELS[name].model_dump(),
+    }
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import acemerge
 import model_zoo
-from data_merges import ModelsAndRows, assert_near, every_family, load, manifest, merged_model, rows_of
+from data_merges import ModelsAndRows, assert_near, command, every_family, load, manifest, merged_model, rows_of
 from data_statistics import write_rows
 from model_zoo import read_tensors
 
@@ -90,3 +91,19 @@ def test_scaled_experts_are_measured_where_they_are_averaged(models_and_rows: Mo
     for name, tensor in found.items():
         assert_near(tensor, expected[name], name)
     assert not all(tensor.allclose(found[name], rtol=1e-3) for name, tensor in read_tensors(plain).items())
+
+
+def test_dynamic_fisher_is_a_search_by_labelled_rows(
+    models_and_rows: ModelsAndRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of the page."""
+    pytest.importorskip("optuna")
+    models, rows = models_and_rows("bert", rows=4)
+    asked = ["-m", "fisher", "--data", rows, "--search", 4, "-s", "scales=0..1", "-s", "alpha=2", "-s", "rows=3", "--rows", rows]
+    assert command(monkeypatch, "sweep", models.base, *models.experts.values(), "-o", tmp_path / "found", *asked) == 0
+    table = json.loads((tmp_path / "found" / "sweep.json").read_text())
+    tried = [point["settings"] for point in table["points"].values()]
+    assert len(tried) == 4
+    assert all(len(settings["scales"]) == len(models.experts) and settings["alpha"] == 2 for settings in tried)
+    [kept] = [folder for folder in (tmp_path / "found").iterdir() if folder.is_dir()]
+    assert manifest(kept)["options"]["scales"] == table["points"][kept.name]["settings"]["scales"]

@@ -94,12 +94,12 @@ def what_is_new(tau: Float[Tensor, "out in"], earlier: Float[Tensor, "out in"]) 
     measured_elements=lambda tasks, rows, columns: 1.0 * tasks * rows * columns + columns * columns,
 )
 def mingle(task_vectors: Float[Tensor, "task out in"], options: MingleOptions, context: Context) -> Merged:
-    """ONE MODEL PER TASK, and uses data: W0 + sum_i g_i f_i, low-rank experts f_i, gates g_i that go by the inputs of the layer.
+    """ONE MODEL PER TASK, not one merged model: low-rank experts, mixed in every layer by gates that are learnt (uses data).
 
-    Experts come one after the other. Each brings f_t, what is new in its change, at low rank, and a gate for every linear
-    layer, g_t(x) = w_t x + b_t, learnt on unlabelled rows of its task so that the model answers as the expert does; gradients are
-    kept out of the directions that earlier tasks' inputs take. A task's model has the gates' values on its own rows. The model at
-    the output's root is the mean of the tasks' models.
+    A task's model is W0 + sum_i g_i f_i. Experts come one after the other. Each brings f_t, what is new in its change, at low
+    rank, and a gate for every linear layer, g_t(x) = w_t x + b_t, learnt on unlabelled rows of its task so that the model answers
+    as the expert does; gradients are kept out of the directions that earlier tasks' inputs take. A task has its gates' mean on
+    its own rows. The model at the output's root is the mean of the tasks' models.
     """
     known: HasGates = context.statistics
     experts = torch.stack(low_rank_experts(task_vectors, options.directions))
