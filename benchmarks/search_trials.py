@@ -49,7 +49,7 @@ def grid_scores(folder: Path) -> dict[Point, float]:
 
 def search(scores: Mapping[Point, float], trials: int, seed: int) -> list[Point]:
     """The points that a search tries, in order."""
-    proposals, tried = Proposals(make_space(get_method("ace"), GRID), SearchOptions(trials, seed)), []
+    proposals, tried = Proposals(make_space(get_method("ace"), GRID, experts=8), SearchOptions(trials, seed)), []
     while asked := proposals.next():
         points = [_key(point.settings) for point in asked]
         proposals.tell([scores[point] for point in points])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from acemerge.methods import Context, Merged, Method, Options, all_methods, get_method, method
     from acemerge.output.task_models import export_expert, load_expert_head
     from acemerge.planning.plan import Plan
+    from acemerge.routing.model import load_routed
     from acemerge.sweeps.run import SweepResult
 
 _HOME = {
@@ -49,6 +50,7 @@ _HOME = {
     "export_expert": "acemerge.output.task_models",
     "load_expert_head": "acemerge.output.task_models",
     "Plan": "acemerge.planning.plan",
+    "load_routed": "acemerge.routing.model",
     "SweepResult": "acemerge.sweeps.run",
 }
 
@@ -70,6 +72,7 @@ __all__ = [
     "extract",
     "get_method",
     "load_expert_head",
+    "load_routed",
     "merge",
     "merge_state_dicts",
     "merge_task_vectors",

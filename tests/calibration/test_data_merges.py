@@ -140,7 +140,8 @@ def test_a_single_expert(models_and_rows: ModelsAndRows, method: str, tmp_path: 
     found, expected = read_tensors(tmp_path / "out"), read_tensors(red)
     inner = [name for name in found if ".layer." in name and found[name].dim() == 2]
     assert inner
-    for name in inner if method != "adamerging" else []:
+    learnt = method in ("adamerging", "mingle")  # how much of the expert comes in
+    for name in inner if not learnt else []:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import acemerge
 import model_zoo
-from data_merges import ModelsAndRows, assert_near, every_family, load, manifest, merged_model, rows_of
+from data_merges import ModelsAndRows, assert_near, command, every_family, load, manifest, merged_model, rows_of
 from data_statistics import write_rows
 from model_zoo import read_tensors
 
@@ -64,3 +68,42 @@ def test_a_model_that_answers_for_every_token(tmp_path: Path) -> None:
         out = tmp_path / form
         acemerge.merge(models.base, list(models.experts.values()), out, method="fisher", data=rows, form=form, rows=2)
         assert all(torch.isfinite(tensor).all() for tensor in read_tensors(out).values())
+
+
+def test_scaled_experts_are_measured_where_they_are_averaged(models_and_rows: ModelsAndRows, tmp_path: Path) -> None:
+    """Dynamic Fisher: the same as plain Fisher of experts that were written with so much of their change, T times as far."""
+    models, rows = models_and_rows("bert", rows=3)
+    scales = [0.3, 1.0, 0.7][: len(models.experts)]
+    base, moved = read_tensors(models.base), {}
+    for scale, (name, folder) in zip(scales, models.experts.items(), strict=True):
+        shutil.copytree(folder, tmp_path / "moved" / name)
+        own = read_tensors(folder)
+        lerped = {t: torch.lerp(base[t], v, scale) if t in base and v.shape == base[t].shape else v for t, v in own.items()}
+        lerped |= {t: v for t, v in own.items() if t.startswith("classifier")}
+        save_file(lerped, tmp_path / "moved" / name / "model.safetensors", metadata={"format": "pt"})
+        moved[name] = tmp_path / "moved" / name
+    keywords: dict[str, Any] = {"method": "fisher", "data": rows}
+    acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", scales=scales, **keywords)
+    acemerge.merge(models.base, list(moved.values()), tmp_path / "expected", **keywords)
+    found, expected = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "expected")
+    plain = tmp_path / "plain"
+    acemerge.merge(models.base, list(models.experts.values()), plain, **keywords)
+    for name, tensor in found.items():
+        assert_near(tensor, expected[name], name)
+    assert not all(tensor.allclose(found[name], rtol=1e-3) for name, tensor in read_tensors(plain).items())
+
+
+def test_dynamic_fisher_is_a_search_by_labelled_rows(
+    models_and_rows: ModelsAndRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of the page."""
+    pytest.importorskip("optuna")
+    models, rows = models_and_rows("bert", rows=4)
+    asked = ["-m", "fisher", "--data", rows, "--search", 4, "-s", "scales=0..1", "-s", "alpha=2", "-s", "rows=3", "--rows", rows]
+    assert command(monkeypatch, "sweep", models.base, *models.experts.values(), "-o", tmp_path / "found", *asked) == 0
+    table = json.loads((tmp_path / "found" / "sweep.json").read_text())
+    tried = [point["settings"] for point in table["points"].values()]
+    assert len(tried) == 4
+    assert all(len(settings["scales"]) == len(models.experts) and settings["alpha"] == 2 for settings in tried)
+    [kept] = [folder for folder in (tmp_path / "found").iterdir() if folder.is_dir()]
+    assert manifest(kept)["options"]["scales"] == table["points"][kept.name]["settings"]["scales"]

@@ -388,7 +388,7 @@ def test_methods_of_one_kind_or_use(run: Command) -> None:
     weights, data = (set(listed(run("methods", "--uses", uses)[1])) for uses in ("weights", "data"))
     assert weights | data == {method.name for method in all_methods()}
     assert not weights & data
-    assert listed(run("methods", "--uses", "test-rows")[1]) == ["adamerging"]
+    assert listed(run("methods", "--uses", "test-rows")[1]) == ["adamerging", "mingle"]
     assert {method["name"] for method in json.loads(run("methods", "--uses", "data", "--json")[1])} == data
     assert run("methods", "--uses", "data", "--kind", "spectral")[1] == "no method of kind spectral uses data\n"
 

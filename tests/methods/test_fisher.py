@@ -114,6 +114,19 @@ def test_equal_or_missing_information_gives_the_mean(shape: tuple[int, int, int]
         torch.testing.assert_close(found, task_vectors.mean(0))
 
 
+def test_scales_are_dynamic_fishers_formula() -> None:
+    """theta_0 + T sum_t F_t s_t tau_t / sum_t F_t, with alpha = T."""
+    fisher, task_vectors = get_method("fisher"), random(3, 4, 6, seed=1)
+    known = made_up_statistics(fisher, task_vectors)
+    assert known is not None
+    F = torch.stack([known.of(name, "w") for name in "abc"]).clamp_min(1e-6)
+    scales = torch.tensor([0.3, 0.0, 1.2]).reshape(-1, 1, 1)
+    expected = 3 * (F * scales * task_vectors).sum(0) / F.sum(0)
+    context = Context("w", ("a", "b", "c"), statistics=known)
+    found = fisher(task_vectors, fisher.options({"scales": "0.3,0,1.2", "alpha": 3}), context).delta
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
 def test_fisher_turns_its_information_as_the_task_vectors_are_turned() -> None:
     fisher, task_vectors = get_method("fisher"), random(3, 4, 6, seed=1)
     known = made_up_statistics(fisher, task_vectors)
@@ -129,3 +142,5 @@ def test_weights_of_fisher_are_checked() -> None:
         fisher.options({"weights": [0, 0]}).check(2)
     with pytest.raises(InputError, match="3 experts"):
         fisher.options({"weights": [1, 2]}).check(3)
+    with pytest.raises(InputError, match=r"scales=\[1.0, 2.0\] are 2 numbers for 3 experts"):
+        fisher.options({"scales": [1, 2]}).check(3)

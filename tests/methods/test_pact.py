@@ -60,6 +60,17 @@ def test_nobody_reads_what_the_others_rely_on(seed: int, tasks: int, rewritten: 
                 assert np.linalg.norm(left[j].numpy() @ relied[t]) <= 1e-8 * float(task_vectors[j].norm())
 
 
+def test_of_two_experts_the_basis_by_qr_is_the_same() -> None:
+    """The release's way, which fills a basis up with arbitrary directions from three experts on."""
+    task_vectors, W0 = experts(2, 9, 30), gaussian(9, 30, seed=7)
+    left = filtered(task_vectors, Context("layer.weight", names_of(task_vectors), W0), PactOptions(rewritten=3))
+    relied = reference_pact_bases(task_vectors.numpy(), W0.numpy(), rewritten=3)
+    for j, other in ((0, 1), (1, 0)):
+        S, _ = np.linalg.qr(relied[other])
+        expected = task_vectors[j].numpy() - task_vectors[j].numpy() @ S @ S.T
+        np.testing.assert_allclose(left[j].numpy(), expected, atol=1e-9)
+
+
 @given(seed=st.integers(0, 1000))
 def test_rotated_outputs_rotate_the_merge(seed: int) -> None:
     task_vectors, W0 = experts(3, 9, 30), gaussian(9, 30, seed=7)

@@ -24,7 +24,10 @@ from model_zoo import Models
 DATA_METHODS = [method.name for method in all_methods() if method.uses == "data"]
 
 
-QUICK: dict[str, dict[str, Any]] = {"adamerging": {"steps": 3, "batch_size": 4, "learning_rate": 0.02}}
+QUICK: dict[str, dict[str, Any]] = {
+    "adamerging": {"steps": 3, "batch_size": 4, "learning_rate": 0.02},
+    "mingle": {"steps": 3, "batch_size": 4, "learning_rate": 0.02, "directions": 4},
+}
 
 
 FAMILIES: dict[str, Callable[[Path], Models]] = {"bert": model_zoo.bert, "gpt2": model_zoo.gpt2, "vit": model_zoo.vit}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +38,14 @@ class MadeUp:
     def coefficient(self, expert: str, tensor: str) -> float:
         return float(self._random(expert, tensor, 1).sigmoid())
 
+    def gates(self, task: str, tensor: str, experts: Sequence[str]) -> list[float]:
+        return [float(self._random(f"{task}/{expert}", tensor, 1)) for expert in experts]
+
     def of_task_vectors(self, task_vectors: Tensor, context: Context) -> Tensor:
         return task_vectors
 
 
-KINDS = {"regmean": "gram", "regmean_plusplus": "gram", "fisher": "information", "adamerging": "coefficient"}
+KINDS = {"regmean": "gram", "regmean_plusplus": "gram", "fisher": "information", "adamerging": "coefficient", "mingle": "gates"}
 
 
 def made_up_statistics(method: Method, task_vectors: Tensor) -> MadeUp | None:

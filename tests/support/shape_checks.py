@@ -48,7 +48,8 @@ def _checked_generator(function: Callable[..., Any]) -> Callable[..., Any]:
         __tracebackhide__ = True
         with jaxtyped("context"):
             for name, value in parameters.bind(*arguments, **named).arguments.items():
-                die_if_unbearable(value, hints()[name])
+                if name in hints():  # all but self
+                    die_if_unbearable(value, hints()[name])
         return function(*arguments, **named)
 
     return call

@@ -90,7 +90,7 @@ GRID: dict[str, list[Any]] = {"epsilon": [1e-6, 1e-5, 1e-4, 1e-3, 1e-2], "alpha"
 
 def tried(trials: int) -> list[tuple[Any, ...]]:
     """The points that a search of the grid tries, scored without a merge."""
-    proposals, found = Proposals(make_space(get_method("ace"), GRID), SearchOptions(trials)), []
+    proposals, found = Proposals(make_space(get_method("ace"), GRID, 2), SearchOptions(trials)), []
     while asked := proposals.next():
         proposals.tell([peak(point.settings) for point in asked])
         found += [tuple(point.settings.values()) for point in asked]
@@ -163,12 +163,41 @@ def test_the_command_with_a_scoring_command_and_a_page(
 )
 def test_spaces_that_make_no_sense(settings: dict[str, str], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        make_space(get_method("ace"), settings)
+        make_space(get_method("ace"), settings, 2)
 
 
 def test_ranges_and_lists() -> None:
-    space = make_space(get_method("ace"), {"epsilon": "1e-6..1e-2:log", "alpha": ["1..2"], "k_frac": [0.1, 0.3]})
+    space = make_space(get_method("ace"), {"epsilon": "1e-6..1e-2:log", "alpha": ["1..2"], "k_frac": [0.1, 0.3]}, 2)
     assert space == {"epsilon": Range(1e-6, 1e-2, log=True), "alpha": Range(1.0, 2.0), "k_frac": [0.1, 0.3]}
+
+
+def test_a_range_of_an_option_with_a_number_per_expert_is_one_for_each() -> None:
+    space = make_space(get_method("linear"), {"weights": "0.1..1", "alpha": [1.0]}, 3)
+    assert space == {"weights": Range(0.1, 1.0, each=3), "alpha": [1.0]}
+    proposals, found = Proposals(space, SearchOptions(16)), []
+    while asked := proposals.next():
+        points = [point.settings["weights"] for point in asked]
+        assert all(len(weights) == 3 and all(0.1 <= w <= 1 for w in weights) for weights in points)
+        proposals.tell([1 - abs(w[0] - 0.9) - abs(w[1] - 0.2) - abs(w[2] - 0.5) for w in points])
+        found += points
+    assert len(set(found)) == 16
+    first, second, third = max(found, key=lambda w: 1 - abs(w[0] - 0.9) - abs(w[1] - 0.2) - abs(w[2] - 0.5))
+    assert abs(first - 0.9) + abs(second - 0.2) + abs(third - 0.5) < 0.25
+
+
+def test_weights_of_experts_are_searched_for(models: Models, tmp_path: Path) -> None:
+    def evaluate(folder: Path, settings: Mapping[str, Any]) -> dict[str, float]:
+        merged = json.loads((folder / "acemerge_manifest.json").read_text())["options"]["weights"]
+        assert list(settings["weights"]) == merged
+        return {"score": -sum((w - 0.5 * i) ** 2 for i, w in enumerate(merged))}
+
+    asked: dict[str, Any] = {"evaluate": evaluate, "search": 9, "report": True}
+    result = acemerge.sweep(models.base, models.experts, tmp_path / "found", {"weights": "0.05..1"}, "linear", **asked)
+    assert result.best is not None
+    assert len(result.best.settings["weights"]) == len(models.experts)
+    again = acemerge.sweep(models.base, models.experts, tmp_path / "found", {"weights": "0.05..1"}, "linear", **asked)
+    assert again.best is not None
+    assert list(again.best.settings["weights"]) == list(result.best.settings["weights"])
 
 
 def test_what_a_search_needs(models: Models, tmp_path: Path) -> None:

@@ -25,14 +25,15 @@ class LayerRules:
     def fate(self, method: Method, sources: Sequence[ExpertTensor]) -> tuple[Action, Reason]:
         """Merged, averaged or kept, of a tensor that experts have."""
         layouts = [(self._layouts[source.expert], source.name or "") for source in sources]
+        rest: Action = "kept" if method.rest == "keep" else "averaged"
         if method.touches == "blocks" and any(layout.places.get(name) == layout.blocks for layout, name in layouts):
             return "kept", Reason(Why.AFTER_BLOCKS)
         if not all(name in layout.memory for layout, name in layouts):
-            return "averaged", Reason(Why.UNUSED)
+            return rest, Reason(Why.UNUSED)
         if not all(name in layout.linear for layout, name in layouts):
-            return "averaged", Reason(Why.NOT_A_LINEAR_LAYER)
+            return rest, Reason(Why.NOT_A_LINEAR_LAYER)
         if method.touches == "blocks" and any(layout.places.get(name, -1) < 0 for layout, name in layouts):
-            return "averaged", Reason(Why.BEFORE_BLOCKS)
+            return rest, Reason(Why.BEFORE_BLOCKS)
         return "merged", Reason(Why.METHOD)
 
     def stored_in_out(self, sources: Sequence[ExpertTensor]) -> bool:

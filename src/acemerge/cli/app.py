@@ -32,6 +32,7 @@ from acemerge.cli.process import (
 from acemerge.cli.push import push_command
 from acemerge.cli.recipe import recipe_app
 from acemerge.cli.report import report_command
+from acemerge.cli.route import route_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
 from acemerge.cli.verify import verify_command
@@ -47,6 +48,7 @@ _VERBS: dict[str, tuple[Callable[..., None], str]] = {
     "task": (task_command, "Make the model for one task, with that expert's own head."),
     "extract": (extract_command, "Make a LoRA adapter of a full fine-tune."),
     "push": (push_command, "Upload an output to the Hugging Face hub."),
+    "route": (route_command, "Index adapters, to be merged for each query by load_routed."),
     "sweep": (sweep_command, "Merge at every combination of settings, and find the best."),
     "methods": (methods_command, "List the merging methods, or describe one."),
     "demo": (demo_command, "Train, merge and compare four experts of a real text model."),

@@ -33,7 +33,7 @@ _SCOPES = {
 }
 _MERGES = {
     "all": "every floating-point tensor",
-    "linear": "the weights of linear layers; other tensors are averaged",
+    "linear": "the weights of linear layers; other tensors are {rest}",
     "blocks": "the weights of linear layers in the model's blocks; other tensors are averaged, those after the last block kept",
 }
 
@@ -241,7 +241,8 @@ def describe_method(method: Method) -> None:
     console = new_console()
     console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{_in_paragraphs(method.summary)}\n", markup=False)
     matrices = f"matrices; other tensors are {_REST[method.rest]}"
-    console.print(f"It merges {_MERGES.get(method.touches, matrices)}. Set an option with -s NAME=VALUE.")
+    what = _MERGES.get(method.touches, matrices).format(rest="averaged" if method.rest == "average" else _REST[method.rest])
+    console.print(f"It merges {what}. Set an option with -s NAME=VALUE.")
     if method.uses == "data":
         console.print("It uses data besides the weights: give --data SUITE, or --data FOLDER with a file per expert.")
     if method.per_task:

@@ -63,10 +63,10 @@ def check_each(name: str, value: Each, experts: int) -> None:
         )
 
 
-def check_count(weights: Literal["equal"] | tuple[float, ...], experts: int) -> None:
+def check_count(weights: Literal["equal"] | tuple[float, ...], experts: int, name: str = "weights") -> None:
     """Refuse weights that are not one per expert."""
     if weights != "equal" and len(weights) != experts:
-        raise InputError(f"weights={list(weights)} are {len(weights)} numbers for {experts} experts; give one per expert")
+        raise InputError(f"{name}={list(weights)} are {len(weights)} numbers for {experts} experts; give one per expert")
 
 
 def refuse_zero_sum(method: str, weights: Literal["equal"] | tuple[float, ...], fix: str = "give other weights") -> None:
@@ -76,14 +76,16 @@ def refuse_zero_sum(method: str, weights: Literal["equal"] | tuple[float, ...], 
         raise InputError(f"method '{method}': weights={list(weights)} sum to 0 and cannot be normalised; {fix}")
 
 
-def weight_each(weights: Literal["equal"] | tuple[float, ...], experts: Sequence[str], tensor: str) -> tuple[float, ...]:
+def weight_each(
+    weights: Literal["equal"] | tuple[float, ...], experts: Sequence[str], tensor: str, name: str = "weights"
+) -> tuple[float, ...]:
     """The weights in the order of this tensor's experts; refused unless there is exactly one for each."""
     if weights == "equal":
         return (1.0,) * len(experts)
     if len(weights) != len(experts):
-        given = f"weights={list(weights)} are {len(weights)} numbers for {len(experts)} experts ({', '.join(experts)})"
+        given = f"{name}={list(weights)} are {len(weights)} numbers for {len(experts)} experts ({', '.join(experts)})"
         raise InputError(
             f"tensor '{tensor}': {given}; give one per expert (a tensor that some experts lack needs a recipe rule with "
-            "weights of its own)"
+            f"{name} of its own)"
         )
     return tuple(weights)

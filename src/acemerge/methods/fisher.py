@@ -8,12 +8,18 @@ from typing import Annotated, Literal, Protocol
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from acemerge.errors import InputError
-from acemerge.methods.expert_weights import NonNegativeWeights, check_count, weight_each
+from acemerge.methods.expert_weights import NonNegativeWeights, check_count, split_text, weight_each
 from acemerge.methods.registry import Context, Options, method
+
+Scales = Annotated[
+    Literal["equal"] | tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
+    BeforeValidator(split_text),
+    Field(description="one per expert: it is measured and averaged at theta_0 + scale * tau_t; 'equal': 1 each, where it is"),
+]
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,14 @@ class FisherOptions(Options):
         float, Field(gt=0, allow_inf_nan=False, description="least information of an entry, the root mean square being 1")
     ] = 1e-6
     weights: NonNegativeWeights = "equal"
+    scales: Scales = "equal"
     rows: Annotated[int, Field(ge=1, description="rows of every expert's data, at most")] = 256
     seed: Annotated[int, Field(ge=0, description="of the draws of form=sampled")] = 0
 
     def check(self, experts: int) -> None:
-        """One weight per expert, and not all of them 0."""
+        """One weight and one scale per expert, and not all weights 0."""
         check_count(self.weights, experts)
+        check_count(self.scales, experts, "scales")
         if self.weights != "equal" and not any(self.weights):
             raise InputError(f"method 'fisher': weights={list(self.weights)} are all 0; give at least one expert a weight")
 
@@ -53,16 +61,20 @@ class HasInformation(Protocol):
 
 
 def merge_by_information(
-    task_vectors: Float[Tensor, "task *shape"], information: Sequence[Tensor | None], weights: Sequence[float], floor: float
+    task_vectors: Float[Tensor, "task *shape"],
+    information: Sequence[Tensor | None],
+    weights: Sequence[float],
+    floor: float,
+    scales: Sequence[float] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """M = sum_t c_t F_t tau_t / sum_t c_t F_t, entry by entry, no F_t being smaller than the floor."""
+    """M = sum_t c_t F_t s_t tau_t / sum_t c_t F_t, entry by entry, no F_t being smaller than the floor; by default s_t = 1."""
     pulled = torch.zeros(task_vectors.shape[1:], dtype=torch.float64, device=task_vectors.device)
     total = torch.zeros_like(pulled)
-    for task_vector, found, weight in zip(task_vectors, information, weights, strict=True):
+    for task_vector, found, weight, scale in zip(task_vectors, information, weights, scales or [1.0] * len(weights), strict=True):
         F = torch.zeros_like(pulled) if found is None else found.to(pulled)
         F = F.clamp_min(floor).mul_(weight)
         total += F
-        pulled.addcmul_(F, task_vector.double())
+        pulled.addcmul_(F, task_vector.double(), value=scale)
     return pulled / total
 
 
@@ -81,7 +93,8 @@ def fisher(task_vectors: Float[Tensor, "task *shape"], options: FisherOptions, c
     """Uses data. The experts' average, every entry weighted by how much the expert's answers depend on it.
 
     theta = sum_t c_t F_t theta_t / sum_t c_t F_t, with F_t the diagonal of expert t's Fisher information: the mean over rows of
-    sum_y p(y|x) (d log p(y|x) / d theta)^2. Labels are not needed: y runs over the expert's own answers.
+    sum_y p(y|x) (d log p(y|x) / d theta)^2. Labels are not needed: y runs over the expert's own answers. Dynamic Fisher-weighted
+    merging is a search over `scales`.
     """
     measured: HasInformation = context.statistics
     weights = weight_each(options.weights, context.experts, context.tensor)
@@ -89,4 +102,5 @@ def fisher(task_vectors: Float[Tensor, "task *shape"], options: FisherOptions, c
     for expert in context.experts:
         found = measured.of(expert, context.tensor)
         information.append(context.to_method(found) * measured.scale(expert) if found is not None else None)
-    return merge_by_information(task_vectors, information, weights, options.floor)
+    scales = weight_each(options.scales, context.experts, context.tensor, "scales")
+    return merge_by_information(task_vectors, information, weights, options.floor, scales)

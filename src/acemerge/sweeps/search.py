@@ -59,7 +59,9 @@ class Proposals:
         self._sampler = optuna.samplers.GPSampler(seed=options.seed, n_startup_trials=self._at_random)
         self._chance = optuna.samplers.RandomSampler(seed=options.seed)
         self._study = optuna.create_study(direction="maximize")
-        self._distributions = {name: _distribution(optuna, values) for name, values in space.items()}
+        self._distributions = {
+            part: _distribution(optuna, values) for name, values in space.items() for part in _parts(name, values)
+        }
         self._failed = optuna.trial.TrialState.FAIL
         self._asked: list[Any] = []
         self._scores: dict[str, float] = {}
@@ -85,11 +87,14 @@ class Proposals:
         return self._study.ask(self._distributions)  # nothing new is left, or hardly anything
 
     def _point(self, trial: Any) -> Point:
-        return Point({name: self._value(name, trial.params[name]) for name in self._space})
+        return Point({name: self._value(name, trial.params) for name in self._space})
 
-    def _value(self, name: str, chosen: Any) -> Any:
+    def _value(self, name: str, chosen: Mapping[str, Any]) -> Any:
         values = self._space[name]
-        return values.rounded(chosen) if isinstance(values, Range) else values[chosen]
+        if not isinstance(values, Range):
+            return values[chosen[name]]
+        numbers = tuple(values.rounded(chosen[part]) for part in _parts(name, values))
+        return numbers if values.each else numbers[0]
 
     def tell(self, scores: Sequence[float]) -> None:
         """How those came out; larger is better, and what is not finite teaches nothing."""
@@ -99,6 +104,11 @@ class Proposals:
 
     def _tell(self, trial: Any, score: float) -> None:
         self._study.tell(trial, score) if score > -math.inf else self._study.tell(trial, state=self._failed)
+
+
+def _parts(name: str, values: Range | list[Any]) -> list[str]:
+    """What is chosen of an option: its value, or a number for each expert."""
+    return [f"{name} {i}" for i in range(values.each)] if isinstance(values, Range) and values.each else [name]
 
 
 def _distribution(optuna: Any, values: Range | list[Any]) -> Any:
@@ -138,7 +148,7 @@ def run_search(
         raise InputError(f"--search {search.trials}: give at least two trials")
     output = expand_home(output)
     check_run(run)
-    space = make_space(get_method(recipe.method), settings)
+    space = make_space(get_method(recipe.method), settings, len(recipe.experts))
     proposals = Proposals(space, search)
     check_place(output)
     table = read_table(output)

@@ -26,6 +26,8 @@ class Range:
     log: bool = False
     """Whether a factor counts, and not a difference."""
     whole: bool = False
+    each: int = 0
+    """How many numbers are chosen, one for each expert; 0: one number, which is the option's value."""
 
     def rounded(self, value: float) -> float | int:
         """A value that can be read.
@@ -47,12 +49,12 @@ def is_range(values: Any) -> bool:
     return isinstance(text, str) and _RANGE.fullmatch(text) is not None
 
 
-def make_space(method: Method, settings: Mapping[str, Sequence[Any] | str]) -> Space:
-    """Every option with what the method allows of it."""
+def make_space(method: Method, settings: Mapping[str, Sequence[Any] | str], experts: int) -> Space:
+    """Every option with what the method allows of it; a range of an option with a number per expert is one for each of them."""
     if not settings:
         raise InputError("a search varies something: give at least one --set KEY=LOW..HIGH or --set KEY=VALUE,VALUE,...")
     return {
-        name: _range(method, name, values) if is_range(values) else _choices(method, name, values)
+        name: _range(method, name, values, experts) if is_range(values) else _choices(method, name, values)
         for name, values in settings.items()
     }
 
@@ -72,7 +74,7 @@ def sorted_numbers(values: Sequence[Any]) -> list[float]:
     return sorted(values) if numbers else []
 
 
-def _range(method: Method, name: str, values: Sequence[Any] | str) -> Range:
+def _range(method: Method, name: str, values: Sequence[Any] | str, experts: int) -> Range:
     text = values if isinstance(values, str) else values[0]
     match = _RANGE.fullmatch(text)
     assert match is not None
@@ -80,18 +82,20 @@ def _range(method: Method, name: str, values: Sequence[Any] | str) -> Range:
         ends = [float(match[end]) for end in ("low", "high")]
     except ValueError:
         raise InputError(f"--set {name}={text}: write a range as LOW..HIGH or LOW..HIGH:log, such as 1e-6..1e-2:log") from None
-    low, high = (_as_held(method, name, end) for end in ends)
+    (low, each), (high, _) = (_as_held(method, name, end) for end in ends)
     if not low < high or not math.isfinite(high - low):
         raise InputError(f"--set {name}={text}: the first end must be smaller than the second")
     if match["log"] and low <= 0:
         raise InputError(f"--set {name}={text}: a logarithmic range is of positive numbers")
-    return Range(low, high, bool(match["log"]), isinstance(low, int))
+    return Range(low, high, bool(match["log"]), isinstance(low, int), experts if each else 0)
 
 
-def _as_held(method: Method, name: str, value: float) -> float | int:
-    """As the method's options hold it; refused, if they do not allow it."""
+def _as_held(method: Method, name: str, value: float) -> tuple[float | int, bool]:
+    """As the method's options hold it, and whether they hold one for each expert; refused, if they do not allow it."""
     whole = int(value) if value.is_integer() else value
     held = asdict(method.options({name: whole}))[name]
+    if each := isinstance(held, tuple) and len(held) == 1:
+        held = held[0]
     if isinstance(held, bool) or not isinstance(held, int | float):
         raise InputError(f"--set {name}: is no number, so it has no range; give values, --set {name}=VALUE,VALUE")
-    return held
+    return held, each

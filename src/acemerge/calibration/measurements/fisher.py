@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acemerge.calibration.measured import Measured, Tensors, keep
 from acemerge.calibration.registry import measures
-from acemerge.calibration.run import DataRun
+from acemerge.calibration.run import DataRun, ExpertModel
 from acemerge.errors import InputError
 from acemerge.methods.fisher import FisherOptions
 from acemerge.numerics.linalg import sum_of_squares
@@ -47,8 +47,10 @@ def measure_information(run: DataRun, options: FisherOptions) -> Information:
     files = {}
     for index, expert in enumerate(run.experts):
         run.progress.say(f"Fisher information of '{expert.name}' on {run.inputs(index, options.rows).rows} rows")
-        key = ["information", options.form, options.seed, *run.key(index, options.rows)]
-        files[expert.name] = [keep(key, partial(expert_information, run, index, options))]
+        scale = 1.0 if options.scales == "equal" else options.scales[index]
+        place = [] if scale == 1 else ["at", scale, run.hashes[run.plan.base.name]]
+        key = ["information", options.form, options.seed, *run.key(index, options.rows), *place]
+        files[expert.name] = [keep(key, partial(expert_information, run, index, options, scale))]
     return Information(files, information_scales(run, Measured(files), options.normalise))
 
 
@@ -64,9 +66,11 @@ def information_scales(run: DataRun, measured: Measured, normalise: bool) -> dic
     return {name: math.sqrt(entries / energy) if energy > 0 else 0.0 for name, energy in scaled_by.items()}
 
 
-def expert_information(run: DataRun, expert: int, options: FisherOptions) -> Tensors:
-    """F_t: the mean over rows of the squared gradients."""
+def expert_information(run: DataRun, expert: int, options: FisherOptions, scale: float) -> Tensors:
+    """F_t: the mean over rows of the squared gradients, at theta_0 + scale * tau_t."""
     model, inputs = run.load(expert), run.inputs(expert, options.rows)
+    if scale != 1:
+        scale_change(run, expert, model, scale)
     owned = {name: model.tensor(name) for name in run.stored_names(expert) if name in model.owners}
     # A buffer, such as a running mean, has no gradient: no information.
     watched = {name: tensor.requires_grad_() for name, tensor in owned.items() if isinstance(tensor, torch.nn.Parameter)}
@@ -84,6 +88,15 @@ def expert_information(run: DataRun, expert: int, options: FisherOptions) -> Ten
                 if gradient is not None:
                     total[name].addcmul_(gradient, gradient, value=weight / inputs.rows)
     return {name: values.detach().cpu() for name, values in total.items()}
+
+
+def scale_change(run: DataRun, expert: int, model: ExpertModel, scale: float) -> None:
+    """Let an expert's model have so much of its change; its head, and what is not merged, stay as they are."""
+    for name in run.stored_names(expert):
+        own = model.tensor(name) if name in model.owners else None
+        base = run.plan.base.read(name)
+        if own is not None and base.shape == own.shape:
+            model.install(name, torch.lerp(base.to(own), own, scale))
 
 
 def _scores(logits: Float[Tensor, "answer class"], options: FisherOptions, drawn: torch.Generator) -> Iterator[Score]:
