@@ -213,9 +213,7 @@ def _leave_out_copies(
             )
 
 
-def _without_idle(
-    lora: list[LoraModule], names: Mapping[str, str], stored: WeightsFile, base: Checkpoint
-) -> list[LoraModule]:
+def _without_idle(lora: list[LoraModule], names: Mapping[str, str], stored: WeightsFile, base: Checkpoint) -> list[LoraModule]:
     """All but modules that the base lacks and that change nothing.
 
     mlx-lm adapts layers that the model never uses, such as Gemma's k and v where a layer takes those of another; they are as
