@@ -25,7 +25,7 @@ HEADS, KEY_HEADS = 4, 2
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS, "vocab_size": 60,
     "num_key_value_heads": KEY_HEADS, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "head_dim": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 2, "rope_theta": 500000.0,
 }  # fmt: skip
 QWEN = {**SIZES, "num_experts": 4, "moe_intermediate_size": 24}
 MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -56,6 +56,7 @@ def write(path: Path, name: str, saved: Tensors, **split: Any) -> None:
     writer.add_head_count_kv(KEY_HEADS)
     writer.add_key_length(sizes["head_dim"])
     writer.add_layer_norm_rms_eps(sizes["rms_norm_eps"])
+    writer.add_rope_freq_base(sizes["rope_theta"])
     writer.add_expert_count(4)
     writer.add_expert_used_count(sizes["num_experts_per_tok"])
     kind = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
