@@ -32,7 +32,8 @@ def _open(path: Path) -> WeightsFile:
     own = read_header(path)
     first = first_part(own)
     architecture = architecture_of(first)
-    stored, theirs = {}, {}
+    stored: dict[str, _Stored] = {}
+    theirs: dict[str, str] = {}
     for name in own.tensors:
         if name != ROPE_FACTORS:
             names = architecture.transformers_names(own, name)
