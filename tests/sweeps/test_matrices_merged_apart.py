@@ -50,9 +50,10 @@ def test_every_point_is_what_a_merge_writes(mixture: Models, tmp_path: Path, met
 def test_matrices_are_read_once_for_as_many_points_as_there_are_experts(
     mixture: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: int, rounds: int
 ) -> None:
-    reads: list[int | None] = []
+    reads: list[int] = []
 
     def counted(plan: Plan, planned: ComputedTensor, device: torch.device) -> Any:
+        assert planned.fate.view.block is not None, planned.name
         reads.append(planned.fate.view.block)
         return load_task_vectors(plan, planned, device)
 
