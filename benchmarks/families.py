@@ -3,8 +3,8 @@
     python benchmarks/families.py                     # all of them, about ten minutes; writes the table into docs/families.md
     python benchmarks/families.py qwen2_vl gpt_oss    # these only, each tensor's fate printed
 
-A base and two experts of random weights are saved by transformers, merged by ACE and loaded. It works if the output has the
-base's tensors and transformers misses none of them, finds none that it does not know, and none of another shape.
+A base and two experts of random weights are saved by transformers, merged by the default method and loaded. It works if the
+output has the base's tensors and transformers misses none of them, finds none that it does not know, and none of another shape.
 """
 
 from __future__ import annotations

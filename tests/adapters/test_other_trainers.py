@@ -76,6 +76,30 @@ def test_mlx_dora_is_its_formula(bases: Bases, tmp_path: Path) -> None:
     assert (found[f"{Q}.weight"] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+UNUSED = "model.layers.1.self_attn.k_of_another_layer"
+
+
+def with_unused(base: Path) -> Tensors:
+    """A module that the base does not have, as mlx-lm saves it where the model never uses it: untrained."""
+    return {**factors(base), f"{UNUSED}.lora_a": torch.randn(8, 3), f"{UNUSED}.lora_b": torch.zeros(3, 8)}
+
+
+def test_mlx_modules_that_were_never_trained_may_be_missing_in_the_base(bases: Bases, tmp_path: Path) -> None:
+    base = bases(LLAMA)
+    _, expected = read(base, mlx(tmp_path / "without", factors(base)))
+    expert, found = read(base, mlx(tmp_path / "with", with_unused(base)))
+    assert f"{UNUSED}.weight" not in expert.tensors
+    assert all(change.equal(expected[name]) for name, change in found.items())
+
+
+def test_mlx_modules_that_were_trained_must_be_in_the_base(bases: Bases, tmp_path: Path, refusal: Refuse) -> None:
+    base = bases(LLAMA)
+    trained = {**with_unused(base), f"{UNUSED}.lora_b": torch.full((3, 8), 1e-9)}
+    assert f"'{UNUSED}.weight'" in refusal(base, mlx(tmp_path / "trained", trained))
+    of_nothing = {key: value for key, value in with_unused(base).items() if UNUSED in key}
+    assert f"'{UNUSED}.weight'" in refusal(base, mlx(tmp_path / "another", of_nothing))
+
+
 @pytest.mark.parametrize("alpha", [2.0, None])
 @pytest.mark.parametrize("prefix", ["lora_te_", "lora_te1_", "lora_unet_", "lora_transformer_"])
 def test_kohya_changes_are_its_formula(alpha: float | None, prefix: str, bases: Bases, tmp_path: Path) -> None:

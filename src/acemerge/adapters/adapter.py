@@ -108,6 +108,7 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     own_headers = {**{own: stored.tensors[key] for own, key in wholes.items()}, **{m.weight: m.header for m in lora}}
     names = _names_in_base(base, own_headers)
     _leave_out_copies(wholes, lora, names, stored, base)
+    lora = _without_idle(lora, names, stored, base)
     changes: dict[str, Change] = dict(parameters)
     headers = {names[own]: stored.tensors[key] for own, key in wholes.items()}
     headers |= {name: TensorHeader("float32", base.tensors[name].shape) for name in parameters}
@@ -211,6 +212,17 @@ def _leave_out_copies(
                 f"{stored.path}: comes with its own '{module.weight}' {list(stored.tensors[key].shape)}, not that of base "
                 f"{base.where}: a change of another base, or of a larger vocabulary. {EXPAND}"
             )
+
+
+def _without_idle(lora: list[LoraModule], names: Mapping[str, str], stored: WeightsFile, base: Checkpoint) -> list[LoraModule]:
+    """All but modules that the base lacks and that change nothing.
+
+    mlx-lm adapts layers that the model never uses, such as Gemma's k and v where a layer takes those of another; they are as
+    they were made, with a factor of zeros, and transformers saves no such layer.
+    """
+    if not any(names[module.weight] in base.tensors for module in lora):
+        return lora  # of another model, which the plan reports
+    return [module for module in lora if names[module.weight] in base.tensors or not module.is_idle(stored.read)]
 
 
 def _names_in_base(base: Checkpoint, own: Mapping[str, TensorHeader]) -> dict[str, str]:

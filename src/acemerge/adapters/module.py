@@ -100,6 +100,10 @@ class LoraModule:
                 "save the adapter again"
             )
 
+    def is_idle(self, read: Callable[[str], Tensor]) -> bool:
+        """Whether it was never trained: B is zero, and there is nothing else to it."""
+        return len(self.parts) == 2 and not bool(read(self._key("lora_B")).any())
+
     def _scale(self) -> float:
         return self.scale_of(self.stored[self._key("lora_A")].shape[0])
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.file_vector import FileVector
-from acemerge.checkpoints.formats.registry import WeightsFile, formats, open_file, weight_suffixes
+from acemerge.checkpoints.formats.registry import WeightsFile, format_of, formats, open_file, weight_suffixes
 from acemerge.checkpoints.quantised.eight_bits import StoredInEightBits
 from acemerge.checkpoints.quantised.reading import QUANTIZATION, dequantised, in_eight_bits, reader
 from acemerge.checkpoints.tensor_header import TensorHeader, header_of, shared_storage
@@ -226,7 +226,7 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_file():
         if not path.name.endswith(weight_suffixes()):
             raise InputError(f"{path}: not a weights file; expected a folder or one of {', '.join(weight_suffixes())}")
-        return [path]
+        return format_of(path).parts(path)
     if (path / "adapter_config.json").is_file():
         raise InputError(f"{path}: a PEFT adapter, not a full model; give it as an expert, after the base it belongs to")
     for each in formats():

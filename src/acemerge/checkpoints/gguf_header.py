@@ -31,6 +31,7 @@ _MOST_DIMENSIONS = 4
 class GgufTensor:
     """Where one tensor lies."""
 
+    path: Path
     quantisation: int
     """The library's GGMLQuantizationType."""
     shape: tuple[int, ...]
@@ -53,7 +54,7 @@ def read_header(path: Path) -> GgufHeader:
     """Of a whole file, or an error that names it."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Reader(content).header(path)
+            return _Reader(path, content).header()
     except (ValueError, OSError, struct.error) as error:  # an empty file cannot be mapped
         raise InputError(f"{path}: not a whole GGUF file ({error}). Download it again.") from None
 
@@ -61,10 +62,10 @@ def read_header(path: Path) -> GgufHeader:
 class _Reader:
     """Goes through the header once. A count that the file is too short for ends at its end: every entry takes some bytes."""
 
-    def __init__(self, content: mmap.mmap) -> None:
-        self.content, self.at = content, 0
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self.path, self.content, self.at = path, content, 0
 
-    def header(self, path: Path) -> GgufHeader:
+    def header(self) -> GgufHeader:
         if self._take(4) != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         if (version := self._scalar("I")) not in _VERSIONS:
@@ -76,7 +77,7 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"an alignment of {alignment!r}")
         data = -(-self.at // alignment) * alignment
-        return GgufHeader(path, metadata, {name: replace(each, start=data + each.start) for name, each in tensors.items()})
+        return GgufHeader(self.path, metadata, {name: replace(each, start=data + each.start) for name, each in tensors.items()})
 
     def _entries(self, count: int, read: Callable[[], _Entry]) -> dict[str, _Entry]:
         found: dict[str, _Entry] = {}
@@ -92,7 +93,7 @@ class _Reader:
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(dimensions))
-        return GgufTensor(self._scalar("I"), shape[::-1], self._scalar("Q"))
+        return GgufTensor(self.path, self._scalar("I"), shape[::-1], self._scalar("Q"))
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

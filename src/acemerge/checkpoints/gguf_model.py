@@ -40,6 +40,22 @@ _GPT2 = {
 _GPT2_TOP = {
     "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head",
 }  # fmt: skip
+_QWEN_MIXTURE = {
+    **_NORMS, **_ATTENTION, "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_QWEN_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}  # fmt: skip
+_MIXTRAL = {**_NORMS, **_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1", "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}  # fmt: skip
+_ONE_OUTPUT = frozenset(("ffn_gate_inp_shexp",))
+"""Layers of one output, whose matrix the file has as a vector."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
 
 _BY_TRANSFORMERS = "or convert it: transformers' from_pretrained(FOLDER, gguf_file=FILE), then save_pretrained"
@@ -63,16 +79,29 @@ class Architecture:
     """Whether one is added to the weights of norms."""
     in_out: frozenset[str] = frozenset()
     """Parts of a layer whose matrices transformers stores [in, out]."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a layer that hold a matrix of every expert, and what each is called."""
 
-    def transformers_name(self, header: GgufHeader, name: str) -> str:
-        """Of a tensor."""
+    def transformers_names(self, header: GgufHeader, name: str) -> list[str]:
+        """Of a tensor; of a stack of the experts' matrices, the name of each."""
         match = _NAME.fullmatch(name)
-        known = match and (self.in_layer if match["layer"] else self.top).get(match["part"])
-        if not match or not known:
+        part, kind = (match["part"], match["kind"]) if match else ("", "")
+        known = self.in_layer if match and match["layer"] else self.top
+        if match and match["layer"] and part in self.experts and len(shape := header.tensors[name].shape) == 3:
+            ours = [self.experts[part].format(expert) for expert in range(shape[0])]
+        elif part in known:
+            ours = [known[part]]
+        else:
             raise InputError(
                 f"{header.path}: has no known name for tensor {name!a} in transformers. Give the float model, {_BY_TRANSFORMERS}"
             )
-        return f"{self.layers}.{int(match['layer'])}.{known}.{match['kind']}" if match["layer"] else f"{known}.{match['kind']}"
+        where = f"{self.layers}.{int(match['layer'])}." if match and match["layer"] else ""
+        return [f"{where}{own}.{kind}" for own in ours]
+
+    def transformers_shape(self, header: GgufHeader, name: str) -> tuple[int, ...]:
+        """Of a tensor as it lies in the file, which has none of the axes of length one in front."""
+        match, shape = _NAME.fullmatch(name), header.tensors[name].shape
+        return (1, *shape) if match and match["part"] in _ONE_OUTPUT and len(shape) == 1 else shape
 
     def is_in_out(self, name: str) -> bool:
         """Of a tensor of the file."""
@@ -85,6 +114,8 @@ ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", turned=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _QWEN_MIXTURE, experts=_QWEN_EXPERTS),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _QWEN_MIXTURE, experts=_QWEN_EXPERTS),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _GEMMA, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA, norms_plus_one=True),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _PHI3),
@@ -94,17 +125,17 @@ ARCHITECTURES = {
         in_out=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
     ),
 }  # fmt: skip
+_OF_EXPERTS = {"llama": Architecture("mixtral", "MixtralForCausalLM", _MIXTRAL, turned=True, experts=_MIXTRAL_EXPERTS)}
+"""Of mixtures that the file calls as their kin without experts."""
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
     """The model's, or an error that says which are known."""
-    if header.metadata.get("split.count", 1) != 1:
-        raise InputError(f"{header.path}: one of several parts; join them by llama-gguf-split --merge first")
     named = header.metadata.get("general.architecture")
     if not isinstance(named, str) or named not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise InputError(f"{header.path}: a model of kind {named!a}, not {known}. Give the float model, {_BY_TRANSFORMERS}")
-    return ARCHITECTURES[named]
+    return _OF_EXPERTS[named] if named in _OF_EXPERTS and header.metadata.get(f"{named}.expert_count") else ARCHITECTURES[named]
 
 
 def heads(header: GgufHeader, key: bool) -> int:
@@ -201,8 +232,42 @@ def _starcoder2(header: GgufHeader) -> dict[str, Any]:
     return {"use_bias": "blk.0.ffn_up.bias" in header.tensors, "sliding_window": window}
 
 
+def _experts(header: GgufHeader, called: str) -> dict[str, Any]:
+    return {called: _number(header, "expert_count"), "num_experts_per_tok": _number(header, "expert_used_count")}
+
+
+def _outputs(header: GgufHeader, part: str) -> int:
+    """Of a part of the first layer that has it."""
+    found = [
+        tensor.shape for name, tensor in header.tensors.items() if name.endswith(f".{part}.weight") and len(tensor.shape) > 1
+    ]
+    if not found:
+        raise InputError(f"{header.path}: has no {part}.weight in any layer, so it is not a whole model")
+    return found[0][-2]
+
+
+def _qwen2_moe(header: GgufHeader) -> dict[str, Any]:
+    return {
+        **_experts(header, "num_experts"),
+        "moe_intermediate_size": _outputs(header, "ffn_up_exps"),
+        "shared_expert_intermediate_size": _outputs(header, "ffn_up_shexp"),
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen3_moe(header: GgufHeader) -> dict[str, Any]:
+    """The file does not say that weights of the chosen experts are made to sum to one; llama.cpp does so."""
+    width = _outputs(header, "ffn_up_exps")
+    return {**_experts(header, "num_experts"), "moe_intermediate_size": width, "norm_topk_prob": True}
+
+
+def _mixtral(header: GgufHeader) -> dict[str, Any]:
+    return _experts(header, "num_local_experts")
+
+
 _OWN: Mapping[str, Callable[[GgufHeader], dict[str, Any]]] = {
-    "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "starcoder2": _starcoder2,
+    "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "starcoder2": _starcoder2, "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe, "mixtral": _mixtral,
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from acemerge.methods.shared_routes import find_route
 from acemerge.output.staging import partial_folder
 from acemerge.planning import estimates
 from acemerge.planning.plan import Plan
-from acemerge.planning.tensor import PlannedTensor, core_shape, is_computed
+from acemerge.planning.tensor import ComputedTensor, PlannedTensor, apart, core_shape, is_computed
 from acemerge.recipe.sizes import human_bytes
 
 FORCE = "or pass --force to try"
@@ -50,11 +50,18 @@ def peak_memory(plans: Sequence[Plan]) -> int:
 def tensor_memory(tensor: PlannedTensor, settings: int) -> int:
     """The same of one tensor: with what its method's shared route holds besides, if there are several settings."""
     alone = estimates.peak_memory(tensor)
-    if settings == 1 or not is_computed(tensor) or (route := find_route(tensor.fate.method)) is None:
+    if settings == 1 or not is_computed(tensor):
         return alone
-    shape = core_shape(tensor)
-    more = route.float64_elements(*shape) - get_method(tensor.fate.method).float64_elements(*shape)
-    return alone + int(8 * max(0.0, more))
+    further = min(settings, estimates.wholes_at_once(tensor)) - 1 if tensor.fate.view.is_apart else 0
+    return alone + further * tensor.output_header.nbytes + max(map(_shared_route_memory, apart(tensor)))
+
+
+def _shared_route_memory(matrix: ComputedTensor) -> int:
+    """What it holds beyond the method's own."""
+    if (route := find_route(matrix.fate.method)) is None:
+        return 0
+    shape = core_shape(matrix)
+    return int(8 * max(0.0, route.float64_elements(*shape) - get_method(matrix.fate.method).float64_elements(*shape)))
 
 
 def check_memory(needed: int) -> str | None:

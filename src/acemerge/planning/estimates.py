@@ -99,6 +99,15 @@ def _working_size(tensor: PlannedTensor) -> int:
     return 8 if tensor.header.dtype == "float64" else 4
 
 
+def wholes_at_once(tensor: ComputedTensor) -> int:
+    """Of a tensor whose matrices are merged apart, how many settings' values are made together.
+
+    They take no more than the experts' changes would if it were merged as one.
+    """
+    changes = len(tensor.fate.experts) * tensor.header.elements * _working_size(tensor)
+    return max(1, changes // max(1, tensor.output_header.nbytes))
+
+
 def measured_bytes(tensor: PlannedTensor) -> int:
     """Of one expert, while its model runs on data."""
     if not is_computed(tensor) or not isinstance(tensor.fate, Merged):

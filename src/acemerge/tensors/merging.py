@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from acemerge.methods import Merged, get_method
 from acemerge.numerics.frame import Frame
 from acemerge.numerics.linalg import sum_of_squares
 from acemerge.numerics.pieces import merge_pieces
+from acemerge.planning.estimates import wholes_at_once
 from acemerge.planning.fates import Kept
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, apart
@@ -45,8 +47,10 @@ def _merge_at_points(merges: Sequence[TensorMerge], device: torch.device) -> Ite
     if not todo:
         yield list(range(len(merges))), _untouched(merges[0].plan, merges[0].planned)
     elif todo[0].planned.fate.view.is_apart:
-        for point, merge in enumerate(todo):  # one after the other, so that one joined tensor is held at a time
-            yield [point], _merge_apart(merge, device)
+        at_once = wholes_at_once(todo[0].planned)
+        for start in range(0, len(todo), at_once):
+            for point, merged in enumerate(_merge_apart(todo[start : start + at_once], device), start):
+                yield [point], merged
     else:
         yield from _merge_each(todo, device)
 
@@ -81,18 +85,37 @@ def _merge_each(merges: Sequence[Computation], device: torch.device) -> Iterator
                 yield sharing, _as_stored(merges[sharing[0]], merged, facts, seen.frame)
 
 
-def _merge_apart(merge: Computation, device: torch.device) -> MergedTensor:
-    """A fused matrix or a stack of them: each for itself, to its place in the whole."""
-    planned = merge.planned
-    value = torch.empty(planned.header.shape, dtype=getattr(torch, planned.output_dtype))
-    facts: list[Mapping[str, TensorFact]] = []
-    warnings: list[str] = []
-    for block in apart(planned):
-        [(_, merged)] = _merge_each([replace(merge, planned=block)], device)
-        block.fate.view.put(merged.value, value)
-        facts.append(merged.facts)
-        warnings += merged.warnings
-    return MergedTensor(value, joined_facts(facts), tuple(dict.fromkeys(warnings)))
+def _merge_apart(merges: Sequence[Computation], device: torch.device) -> Iterator[MergedTensor]:
+    """A fused matrix or a stack of them: each for itself, at all settings, to its place in every setting's whole."""
+    planned = merges[0].planned
+    dtypes = [getattr(torch, merge.planned.output_dtype) for merge in merges]
+    wholes = deque(_Whole(torch.empty(planned.header.shape, dtype=dtype)) for dtype in dtypes)
+    for blocks in zip(*(apart(merge.planned) for merge in merges), strict=True):
+        own = [replace(merge, planned=block) for merge, block in zip(merges, blocks, strict=True)]
+        for sharing, merged in _merge_each(own, device):
+            for point in sharing:
+                wholes[point].put(blocks[point], merged)
+    while wholes:  # whoever gets one may let go of it
+        yield wholes.popleft().merged()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What becomes of a tensor whose matrices are merged apart."""
+
+    value: Tensor
+    facts: list[Mapping[str, TensorFact]] = field(default_factory=list)
+    warnings: dict[str, None] = field(default_factory=dict)
+
+    def put(self, block: ComputedTensor, merged: MergedTensor) -> None:
+        """One of its matrices, in the order in which they lie."""
+        block.fate.view.put(merged.value, self.value)
+        self.facts.append(merged.facts)
+        self.warnings.update(dict.fromkeys(merged.warnings))
+
+    def merged(self) -> MergedTensor:
+        """All of them."""
+        return MergedTensor(self.value, joined_facts(self.facts), tuple(self.warnings))
 
 
 def _as_stored(merge: Computation, merged: Merged, facts: Mapping[str, TensorFact], frame: Frame | None) -> MergedTensor:

@@ -5,7 +5,7 @@ A quantised tensor is read as float32, some rows at a time; what is stored in 16
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ import numpy as np
 from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.formats.registry import Format, WeightsFile
 from acemerge.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
-from acemerge.checkpoints.gguf_model import ROPE_FACTORS, architecture_of, config_of, heads, llama3_rope
+from acemerge.checkpoints.gguf_model import ROPE_FACTORS, Architecture, architecture_of, config_of, heads, llama3_rope
+from acemerge.checkpoints.gguf_parts import all_parts, first_part, part_files
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.errors import InputError
 
@@ -28,32 +29,44 @@ _AT_ONCE = 4_000_000  # numbers: the library holds each several times while it m
 
 def _open(path: Path) -> WeightsFile:
     stamp = FileStamp.of(path)
-    header = read_header(path)
-    architecture = architecture_of(header)
-    stored = {name: _Stored(path, each, *_quantisation(path, name, each)) for name, each in header.tensors.items()}
-    factors = stored.pop(ROPE_FACTORS, None)
-    names = {architecture.transformers_name(header, name): name for name in stored}
-    tensors = {
-        ours: TensorHeader(own.dtype, own.place.shape[::-1] if architecture.is_in_out(name) else own.place.shape, made=True)
-        for ours, name in names.items()
-        for own in (stored[name],)
-    }
+    own = read_header(path)
+    first = first_part(own)
+    architecture = architecture_of(first)
+    stored: dict[str, _Stored] = {}
+    theirs: dict[str, str] = {}
+    for name in own.tensors:
+        if name != ROPE_FACTORS:
+            names = architecture.transformers_names(own, name)
+            stored |= zip(names, _stored(own, name, architecture).split(len(names)), strict=True)
+            theirs |= dict.fromkeys(names, name)
 
     def config() -> dict[str, Any]:
-        stated = config_of(header, architecture)
-        if factors is not None:
-            stated["rope_scaling"] = llama3_rope(header, stated, factors.read().tolist())
-        return {**stated, "dtype": stored["token_embd.weight"].dtype}
+        whole = all_parts(first)
+        stated = config_of(whole, architecture)
+        if ROPE_FACTORS in whole.tensors:
+            factors = _stored(whole, ROPE_FACTORS, architecture)
+            stated["rope_scaling"] = llama3_rope(whole, stated, factors.read().tolist())
+        return {**stated, "dtype": _stored(whole, "token_embd.weight", architecture).dtype}
 
     def read(ours: str) -> Tensor:
-        value = stored[names[ours]].read()
-        if architecture.norms_plus_one and names[ours].endswith("norm.weight"):
+        value = stored[ours].read()
+        if architecture.norms_plus_one and theirs[ours].endswith("norm.weight"):
             return value - 1
-        if architecture.is_in_out(names[ours]):
+        if architecture.is_in_out(theirs[ours]):
             return value.T.contiguous()
-        return _turned_back(value, header, ours) if architecture.turned else value
+        return _turned_back(value, first, ours) if architecture.turned else value
 
-    return WeightsFile(stamp, tensors, read, config=config, held=lambda ours: stored[names[ours]].held())
+    headers = {
+        ours: TensorHeader(each.dtype, each.shape[::-1] if architecture.is_in_out(theirs[ours]) else each.shape, made=True)
+        for ours, each in stored.items()
+    }
+    return WeightsFile(stamp, headers, read, config=config, held=lambda ours: stored[ours].held())
+
+
+def _stored(header: GgufHeader, name: str, architecture: Architecture) -> _Stored:
+    """A tensor of a file, or an error if it cannot be read."""
+    place = header.tensors[name]
+    return _Stored(place.path, place.start, architecture.transformers_shape(header, name), *_quantisation(name, place))
 
 
 @dataclass(frozen=True)
@@ -61,10 +74,19 @@ class _Stored:
     """One tensor of a file."""
 
     path: Path
-    place: GgufTensor
+    start: int
+    shape: tuple[int, ...]
     kind: Any
     """The library's GGMLQuantizationType."""
     row_bytes: int
+
+    def split(self, count: int) -> list[_Stored]:
+        """A stack of so many matrices as these; one is the tensor itself."""
+        if count == 1 and len(self.shape) < 3:
+            return [self]
+        shape = self.shape[1:]
+        size = prod(shape[:-1]) * self.row_bytes
+        return [replace(self, start=self.start + number * size, shape=shape) for number in range(count)]
 
     @property
     def dtype(self) -> str:
@@ -74,15 +96,14 @@ class _Stored:
         import torch
         from gguf.quants import dequantize
 
-        shape = self.place.shape
         content = self._mapped()
-        rows = len(content)
-        result = torch.empty((rows, shape[-1]), dtype=getattr(torch, self.dtype))
-        step = max(1, _AT_ONCE // shape[-1])
+        rows, columns = len(content), self.shape[-1]
+        result = torch.empty((rows, columns), dtype=getattr(torch, self.dtype))
+        step = max(1, _AT_ONCE // columns)
         with np.errstate(all="ignore"):  # infinite scales of a damaged file are found later, by what they make
             for start in range(0, rows, step):
                 result[start : start + step] = torch.from_numpy(dequantize(content[start : start + step], self.kind))
-        return result.reshape(shape)
+        return result.reshape(self.shape)
 
     def held(self) -> Tensor:
         """The bytes of its rows."""
@@ -92,11 +113,12 @@ class _Stored:
 
     def _mapped(self) -> np.ndarray:
         # Copy on write: nothing is ever written to it, but torch warns of arrays that cannot be.
-        return np.memmap(self.path, np.uint8, "c", self.place.start, (prod(self.place.shape[:-1]), self.row_bytes))
+        return np.memmap(self.path, np.uint8, "c", self.start, (prod(self.shape[:-1]), self.row_bytes))
 
 
-def _quantisation(path: Path, name: str, tensor: GgufTensor) -> tuple[Any, int]:
+def _quantisation(name: str, tensor: GgufTensor) -> tuple[Any, int]:
     """How a tensor is stored, and in how many bytes a row; or an error if it cannot be read or does not lie in the file."""
+    path = tensor.path
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
@@ -126,4 +148,4 @@ def _turned_back(value: Tensor, header: GgufHeader, name: str) -> Tensor:
     return pairs.transpose(1, 2).reshape(value.shape)
 
 
-FORMAT = Format((".gguf",), "model.gguf", _open, rank=50, of_hugging_face=False)
+FORMAT = Format((".gguf",), "model.gguf", _open, rank=50, parts=part_files, of_hugging_face=False)

@@ -76,6 +76,8 @@ class Format:
     """A file of this format, checked."""
     rank: int
     """Where a model is there in several formats, the lowest is read. A file of an unknown name is tried with the highest."""
+    parts: Callable[[Path], list[Path]] = field(default=lambda path: [path])
+    """All files of the model that a given file is of."""
     of_hugging_face: bool = True
     """Whether its libraries save models and adapters so. What others save is read where a file or folder is given."""
 
@@ -96,12 +98,16 @@ def weight_suffixes() -> tuple[str, ...]:
     return tuple(suffix for each in formats() for suffix in each.suffixes)
 
 
+def format_of(path: Path) -> Format:
+    """Which one a file is in, by its name."""
+    return next((each for each in formats() if each.matches(path)), formats()[-1])
+
+
 def open_file(path: Path) -> WeightsFile:
     """Open one weights file, whatever its format; reads its header only."""
     if not os.access(path, os.R_OK):
         raise InputError(f"{path}: cannot be read; you lack the permission")
     check_not_pointer(path)
-    chosen = next((each for each in formats() if each.matches(path)), formats()[-1])
-    opened = chosen.open(path)
+    opened = format_of(path).open(path)
     check_names(path, opened.tensors)
     return opened
