@@ -33,7 +33,7 @@ from acemerge.cli.report import report_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
 from acemerge.cli.verify import verify_command
-from acemerge.errors import AcemergeError
+from acemerge.errors import AcemergeError, printable
 from acemerge.version import __version__
 
 app = typer.Typer(
@@ -116,7 +116,7 @@ def _run(interruption: Interruption) -> None:
             _leave_interrupted()
         if debug:
             traceback.print_exc()
-        print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
+        print(printable(f"acemerge: error: {_explain(error)}"), file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
