@@ -292,9 +292,12 @@ AUTO_MAP = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trap:
-    """Code for its config, model, tokenizer and for generating; and a user who answers yes to whatever a library asks."""
+@pytest.fixture(params=["bert", "evil"])
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Trap:
+    """Code for its config, model, tokenizer and for generating; and a user who answers yes to whatever a library asks.
+
+    Of a kind of model that transformers has itself, it asks nothing; of another it does.
+    """
     folder, mark = model_zoo.bert(tmp_path / "models").experts["red"], tmp_path / "ran"
     lines = f"open({str(mark)!r}, 'w').close()\nfrom transformers import BertConfig, BertModel, BertTokenizerFast\n"
     classes = {"EvilConfig": "BertConfig", "EvilModel": "BertModel", "EvilTokenizer": "BertTokenizerFast"}
@@ -303,7 +306,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trap:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(code)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}))
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP, "model_type": request.param}))
     tokenizer = {"auto_map": {"AutoTokenizer": AUTO_MAP["AutoTokenizer"]}, "tokenizer_class": "EvilTokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\n")

@@ -215,10 +215,10 @@ def test_the_page_prints(browser: Any, twelve_layers: dict[str, Path]) -> None:
 
 
 EVIL = (
-    "<script>window.ran=1</script>", "<img src=http://127.0.0.1:9/i onerror=window.ran=1>", "<svg onload=window.ran=1>",
+    "$\\frac{1}{$<i>", "<script>window.ran=1</script>", "<img src=http://127.0.0.1:9/i onerror=window.ran=1>", "<svg onload=window.ran=1>",
     "\"' onmouseover='window.ran=1' autofocus onfocus='window.ran=1' x=\"", "</script><script>window.ran=1</script>", "</style><b>",
     "</pre></code></title><iframe src=http://127.0.0.1:9/f></iframe>", "{{ 7*7 }}{% x %}", "&lt;b&gt;", "javascript:window.ran=1",
-    "<link rel=stylesheet href=http://127.0.0.1:9/c>", "url(http://127.0.0.1:9/u)", "$\\frac{1}{", "a<wbr>b", "\u202ex",
+    "<link rel=stylesheet href=http://127.0.0.1:9/c>", "url(http://127.0.0.1:9/u)", "a<wbr>b", "\u202ex",
 )  # fmt: skip
 
 

@@ -458,6 +458,44 @@ def quantised_model(root: Path) -> Work:
     return work
 
 
+# --- a whole merge -----------------------------------------------------------------------------------------------------
+
+CONFIG_FILES = ("base/config.json", "base/generation_config.json", "full/config.json", "lora/adapter_config.json", "lora/notes.txt")
+
+
+def configs_of_a_merge() -> list[bytes]:
+    classes = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "id2label": {"0": "no", "1": "yes"}}
+    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "task_type": "SEQ_CLS", "modules_to_save": ["classifier"]}
+    named = {**lora, "task_type": None, "auto_mapping": {"base_model_class": "BertModel", "parent_library": "transformers"}}
+    base = {"model_type": "bert", "architectures": ["BertModel"], "tie_word_embeddings": True, "dtype": "float32"}
+    inputs = [dict(zip(CONFIG_FILES, (base, {"eos_token_id": 1}, classes, own, "x"), strict=True)) for own in (lora, named)]
+    return [json.dumps(each).encode() for each in inputs]
+
+
+@target(configs_of_a_merge)
+def merge_of_strangers(root: Path) -> Work:
+    """A base, a fine-tune and an adapter with heads of their own, merged and exported again."""
+    write_models(root, experts=1)
+    (root / "expert-0").rename(root / "full")
+    tensors = fine_tuned(base_tensors(), 1) | {"classifier.weight": torch.ones(2, 8)}
+    (root / "full/model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+    (root / "lora").mkdir()
+    factors = {"lora_A": torch.ones(2, 8), "lora_B": torch.ones(12, 2)}
+    weights = {f"base_model.model.layers.0.{part}.weight": value for part, value in factors.items()}
+    weights["base_model.model.classifier.weight"] = torch.ones(3, 8)
+    (root / "lora/adapter_model.safetensors").write_bytes(save(weights))
+
+    def work(content: bytes) -> None:
+        for name in ("out", "task"):
+            shutil.rmtree(root / name, ignore_errors=True)
+        write_files(root, content, CONFIG_FILES)
+        acemerge.merge(root / "base", [root / "full", root / "lora"], root / "out", method="average", quiet=True)
+        for expert in ("full", "lora"):
+            acemerge.export_expert(root / "out", expert, root / "task", overwrite=True)
+
+    return work
+
+
 # --- recipes and arguments ---------------------------------------------------------------------------------------------
 
 RECIPES: list[Any] = [
@@ -612,6 +650,17 @@ def merge_to_report(root: Path) -> Work:
         page = merge_page(account)
         assert page.table.rows is not None
         assert page.verdict
+
+    return work
+
+
+@target(manifests)
+def merge_to_page(root: Path) -> Work:
+    """With its pictures."""
+
+    def work(content: bytes) -> None:
+        (root / MANIFEST).write_bytes(content)
+        assert "<html" in merge_page(read_merge(root)).to_html()
 
     return work
 

@@ -68,7 +68,7 @@ def expand_home(path: Path) -> Path:
     """A path that may begin with ~ or ~user."""
     try:
         return path.expanduser()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # a name with a null character
         raise InputError(f"{path}: there is no such user, so no such folder") from None
 
 

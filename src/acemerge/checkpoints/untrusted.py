@@ -76,9 +76,9 @@ def safetensors_header(path: Path) -> dict[str, Any]:
 
 def check_zip(path: Path) -> None:
     """A torch.save file is an uncompressed zip archive: one that is compressed, or larger inside than out, is not torch's."""
-    if not zipfile.is_zipfile(path):
-        return  # torch's format before 1.6
     try:
+        if not zipfile.is_zipfile(path):
+            return  # torch's format before 1.6
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
