@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.folder import Checkpoint, architecture_of
 from acemerge.checkpoints.quantised.reading import QUANTIZATION
 from acemerge.checkpoints.untrusted import check_runs_nothing
 from acemerge.errors import InputError, first_line
@@ -37,8 +37,7 @@ def model_class(expert: Checkpoint) -> Any:
             f"{expert.folder} {expert.folder} -m passthrough -o FOLDER"
         )
     check_runs_nothing(expert.config, expert.folder)
-    named = expert.config.get("architectures")
-    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+    name = architecture_of(expert.config)
     library = quiet_transformers()
     found = getattr(library, name, None) if name else None
     if not (isinstance(found, type) and issubclass(found, library.PreTrainedModel)):

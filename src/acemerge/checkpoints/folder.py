@@ -105,6 +105,12 @@ def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
     return {key: value for key, value in {**config, **changes}.items() if value is not None or key not in changes}
 
 
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The class that a config names first; nothing where it names none."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """A JSON object from a file of so many bytes at most, or an error that names the file."""
     try:
