@@ -2,9 +2,10 @@
 
     python benchmarks/load.py --mergekit ENV/bin/mergekit-yaml          # some minutes; 2 GB of disk
 
-Every case is a whole merge in a process of its own. Told are its processor time, start-up excluded, and its anonymous memory beyond
-what the process took before, beside what the plan predicted. `--mergekit` adds what a tensor costs beyond its arithmetic, with both
-tools, each by its own command line: processor time of a merge of many tiny tensors less that of one of few, for each tensor more.
+Every case is a whole merge in a process of its own. Told are its processor time, start-up excluded, and its anonymous memory
+beyond what the process took before, beside what the plan predicted. `--mergekit` adds what a tensor costs beyond its arithmetic,
+with both tools, each by its own command line: processor time of a merge of many tiny tensors less that of one of few, for each
+tensor more.
 """
 
 from __future__ import annotations
@@ -162,10 +163,13 @@ def overheads(tool: Path, place: Path | None, repeats: int) -> dict[str, Any]:
                     spent[name].setdefault(count, []).append(run_command(command, environment, folder / "log").cpu_seconds)
                     shutil.rmtree(folder / "merged")
     more = tensors[MANY] - tensors[FEW]
-    of_one = {
-        name: (statistics.median(own[MANY]) - statistics.median(own[FEW])) / more for name, own in spent.items()
-    }  # fmt: skip
-    return {"tensors": tensors, "cpu_seconds": spent, "of_a_tensor": of_one, "times_less": of_one["mergekit"] / of_one["acemerge"]}
+    of_one = {name: (statistics.median(own[MANY]) - statistics.median(own[FEW])) / more for name, own in spent.items()}
+    return {
+        "tensors": tensors,
+        "cpu_seconds": spent,
+        "of_a_tensor": of_one,
+        "times_less": of_one["mergekit"] / of_one["acemerge"],
+    }
 
 
 def main() -> None:

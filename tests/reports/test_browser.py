@@ -215,11 +215,21 @@ def test_the_page_prints(browser: Any, twelve_layers: dict[str, Path]) -> None:
 
 
 EVIL = (
-    "$\\frac{1}{$<i>", "<script>window.ran=1</script>", "<img src=http://127.0.0.1:9/i onerror=window.ran=1>", "<svg onload=window.ran=1>",
-    "\"' onmouseover='window.ran=1' autofocus onfocus='window.ran=1' x=\"", "</script><script>window.ran=1</script>", "</style><b>",
-    "</pre></code></title><iframe src=http://127.0.0.1:9/f></iframe>", "{{ 7*7 }}{% x %}", "&lt;b&gt;", "javascript:window.ran=1",
-    "<link rel=stylesheet href=http://127.0.0.1:9/c>", "url(http://127.0.0.1:9/u)", "a<wbr>b", "\u202ex",
-)  # fmt: skip
+    "$\\frac{1}{$<i>",
+    "<script>window.ran=1</script>",
+    "<img src=http://127.0.0.1:9/i onerror=window.ran=1>",
+    "<svg onload=window.ran=1>",
+    "\"' onmouseover='window.ran=1' autofocus onfocus='window.ran=1' x=\"",
+    "</script><script>window.ran=1</script>",
+    "</style><b>",
+    "</pre></code></title><iframe src=http://127.0.0.1:9/f></iframe>",
+    "{{ 7*7 }}{% x %}",
+    "&lt;b&gt;",
+    "javascript:window.ran=1",
+    "<link rel=stylesheet href=http://127.0.0.1:9/c>",
+    "url(http://127.0.0.1:9/u)",
+    "\u202ex",
+)
 
 
 def poisoned(tmp_path: Path) -> Path:
@@ -249,7 +259,9 @@ def poisoned(tmp_path: Path) -> Path:
 def named(tmp_path: Path) -> Path:
     """A diagnosis of models whose tensors are called so; a path may hold no slash, a tensor's name may."""
     evil = [each for each in EVIL if each.isprintable()]
-    tensors = {f"layers.{i}.{each}.weight": torch.randn(6, 6, generator=torch.Generator().manual_seed(i)) for i, each in enumerate(evil)}
+    tensors = {
+        f"layers.{i}.{each}.weight": torch.randn(6, 6, generator=torch.Generator().manual_seed(i)) for i, each in enumerate(evil)
+    }
     base = write_model(tmp_path / "<b>base", tensors)
     experts = [write_model(tmp_path / f"<img src=x>{i}", fine_tuned(tensors, i)) for i in range(2)]
     return acemerge.diagnose(base, experts).write_report(tmp_path / "diagnosis.html")
@@ -268,7 +280,10 @@ def test_names_of_strangers_run_nothing_and_ask_for_nothing(browser: Any, tmp_pa
     opened.page.get_by_label("contains").first.fill("<script>")
     assert opened.page.evaluate("window.ran") is None
     assert opened.page.locator("body script").count() == 1, "the page's own"
-    assert opened.page.locator("iframe, object, embed, link[rel=stylesheet], img, svg[onload], [onerror], [onmouseover]").count() == 0
+    assert (
+        opened.page.locator("iframe, object, embed, link[rel=stylesheet], img, svg[onload], [onerror], [onmouseover]").count()
+        == 0
+    )
     assert opened.requests == [page.as_uri()]
     assert opened.complaints == []
     opened.context.close()

@@ -2,9 +2,10 @@
 
     python tests/support/fuzz.py --seconds 1200 [--only TARGET ...] [--keep]
 
-Bytes of plain files are changed by libFuzzer, the trees of JSON inputs here: a value replaced, left out, doubled, or exchanged with
-another. Whatever a target lets through that is none of acemerge's own errors, takes longer than a few seconds or more memory than
-a merge of such files could need is written to --findings, and the run goes on. `--keep` packs what reached new code into the corpus.
+Bytes of plain files are changed by libFuzzer, the trees of JSON inputs here: a value replaced, left out, doubled, or exchanged
+with another. Whatever a target lets through that is none of acemerge's own errors, takes longer than a few seconds or more memory
+than a merge of such files could need is written to --findings, and the run goes on. `--keep` packs what reached new code into the
+corpus.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class Bounded:
 # --- changing trees ----------------------------------------------------------------------------------------------------
 
 _ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 7, 64, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "..",
-    "../x", "/etc/passwd", "\x1b[2J", "<script>", "\ud800", "base", "F32", "I64", "BOOL", "F8_E4M3", "float32", [], {}, [[]], [0],
+    None, True, False, 0, 1, -1, 2, 7, 64, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x",
+    "..", "../x", "/etc/passwd", "\x1b[2J", "<script>", "\ud800", "base", "F32", "I64", "BOOL", "F8_E4M3", "float32", [], {}, [[]], [0],
     [1, 1], [0, 4], {"": None}, "a" * 1000, "(a+)+$", "*", "{first: 0, last: 1}",
 ]  # fmt: skip
 
@@ -136,7 +137,9 @@ def change_tree(tree: Any, chooser: random.Random) -> Any:
         holder[key] = chooser.choice([[value], {"x": value}, [value, value], str(value)])
     elif isinstance(value, str):
         at = chooser.randrange(len(value) + 1)
-        holder[key] = value[:at] + chooser.choice([".", "x", "\n", "0", "/", "\u200b", ":"]) + value[at + chooser.choice([0, 1, 4]) :]
+        holder[key] = (
+            value[:at] + chooser.choice([".", "x", "\n", "0", "/", "\u200b", ":"]) + value[at + chooser.choice([0, 1, 4]) :]
+        )
     return tree
 
 
@@ -188,7 +191,9 @@ def fuzz_one(name: str, folder: Path, seconds: int) -> None:
         f"-max_total_time={seconds}", f"-max_len={_LONGEST}", "-timeout=100000", "-rss_limit_mb=4000", "-len_control=0",
         f"-artifact_prefix={findings}/", "-print_final_stats=1", "-reload=0", "-detect_leaks=0", str(folder / "corpus"),
     ]  # fmt: skip
-    changes = {"custom_mutator": lambda c, most, seed: change_json(c, most, seed, atheris.Mutate)} if chosen.shape == "json" else {}
+    changes = (
+        {"custom_mutator": lambda c, most, seed: change_json(c, most, seed, atheris.Mutate)} if chosen.shape == "json" else {}
+    )
     atheris.Setup([sys.argv[0], *options], test_one_input, **changes)
     atheris.Fuzz()
 
@@ -204,7 +209,9 @@ def fuzz(name: str, seconds: int, findings: Path, keep: bool) -> tuple[int, str]
         for part in ("corpus", "findings"):
             (folder / part).mkdir()
         command = [sys.executable, __file__, "--child", name, "--folder", str(folder), "--seconds", str(seconds)]
-        ended = subprocess.run(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace", check=False)
+        ended = subprocess.run(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace", check=False
+        )
         counts = re.findall(r"#(\d+)\s.*?cov: (\d+) ft: (\d+)", ended.stderr)
         first = re.search(r"INITED\s+cov: (\d+)", ended.stderr)
         executions = int(counts[-1][0]) if counts else 0

@@ -1,6 +1,6 @@
 """The licences of everything that acemerge needs when it runs, extras included, from what is installed: docs/licences.md.
 
-    python tests/support/licences.py          # writes it
+python tests/support/licences.py          # writes it
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def page() -> str:
     exceptions = "\n".join(f"- {name}: {why}." for name, why in TOLERATED.items())
     return f"""# Licences of what acemerge needs
 
-acemerge itself is under Apache-2.0. Below is every package that it needs when it runs, with what they need in turn, and which part
-of acemerge needs it: the core, or an extra. Licences are as the packages themselves state them in their metadata.
+acemerge itself is under Apache-2.0. Below is every package that it needs when it runs, with what they need in turn, and which
+part of acemerge needs it: the core, or an extra. Licences are as the packages themselves state them in their metadata.
 
     python tests/support/licences.py     # writes this page, from what is installed
 
 `make test` fails on a package that is not listed with its licence, and on one whose licence is copyleft (GPL, LGPL, AGPL, EUPL,
-SSPL, ...). Licences of the kind of MPL-2.0 are let through: they ask something only of those who change that package's own files. One
-exception is made:
+SSPL, ...). Licences of the kind of MPL-2.0 are let through: they ask something only of those who change that package's own files.
+One exception is made:
 
 {exceptions}
 

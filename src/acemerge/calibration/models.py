@@ -72,8 +72,11 @@ def load_model(expert: Checkpoint) -> nn.Module:
     wide = any(header.dtype == "float64" for header in expert.tensors.values())
     try:
         model, report = made.from_pretrained(
-            expert.folder, dtype=torch.float64 if wide else torch.float32, output_loading_info=True,
-            local_files_only=True, trust_remote_code=False,
+            expert.folder,
+            dtype=torch.float64 if wide else torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(f"expert {expert.where}: transformers cannot load it ({first_line(error)})") from None

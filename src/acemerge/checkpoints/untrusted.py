@@ -128,7 +128,7 @@ def check_is_a_name(name: str, folder: Path) -> None:
 
 
 def check_inside(folder: Path, paths: Iterable[Path]) -> None:
-    """Links must stay in the model's folder, also where they stand for a folder in it, or in the hub cache's of the same model."""
+    """Links, also of folders in it, must stay in the model's folder, or in the hub cache's folder of the same model."""
     root = folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in paths:
@@ -149,8 +149,7 @@ def check_runs_nothing(config: Mapping[str, Any], where: object) -> None:
             check_runs_nothing(value, where)
         elif key.endswith("attn_implementation") and "/" in str(value):
             raise InputError(
-                f"{where}: config.json asks for code of the hub, {key} = {shortened(ascii(value))}, which is not run; remove that "
-                "line"
+                f"{where}: config.json asks for code of the hub, {key} = {shortened(ascii(value))}, which is not run; remove it"
             )
 
 

@@ -187,7 +187,9 @@ def _longest_run(letter: str, text: str) -> int:
 def _heading(plan: Plan) -> str:
     if plan.is_extraction:
         [expert] = plan.experts
-        made = f"The change from {_text(plan.base.name)} to its fine-tune {_text(expert.name)} as low-rank factors, extracted with"
+        made = (
+            f"The change from {_text(plan.base.name)} to its fine-tune {_text(expert.name)} as low-rank factors, extracted with"
+        )
         return f"# {_text(expert.name)} as an adapter of {_text(plan.base.name)}\n\n{made}\nacemerge {__version__}."
     return f"""# {_text(plan.base.name)} merged by {plan.method.title}
 

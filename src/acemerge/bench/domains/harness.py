@@ -110,7 +110,8 @@ def _judge(
     manager = TaskManager(include_path=str(tasks), include_defaults=False) if tasks else TaskManager()
     found = simple_evaluate(
         model="hf", model_args={"pretrained": str(folder), "trust_remote_code": False}, tasks=[task.name], limit=limit,
-        task_manager=manager, batch_size=suite.compute.batch_size, device=suite.compute.device, log_samples=False, confirm_run_unsafe_code=consent,
+        task_manager=manager, batch_size=suite.compute.batch_size, device=suite.compute.device, log_samples=False,
+        confirm_run_unsafe_code=consent,
     )  # fmt: skip
     return _estimate(found, task.name, metrics[task.name])
 
