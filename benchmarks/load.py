@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,11 +32,16 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 _CHILD = """
-import json, os, sys, time
+import json, os, sys, tempfile, time
 os.environ |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}  # as the command line does
-import torch, acemerge, acemerge.execute.pipeline
+import torch, acemerge
+from safetensors.torch import save_file
 folder, method, *experts = sys.argv[1:]
-acemerge.merge_task_vectors(torch.randn(2, 64, 64), method=method)
+with tempfile.TemporaryDirectory() as first:  # what a first merge imports and makes belongs to the program
+    for name in ("base", "expert"):
+        os.mkdir(f"{first}/{name}")
+        save_file({"layers.0.weight": torch.randn(64, 256)}, f"{first}/{name}/model.safetensors")
+    acemerge.merge(f"{first}/base", [f"{first}/expert"], f"{first}/out", method=method, threads=1, quiet=True, force=True)
 print("ready", flush=True); sys.stdin.readline(); started = time.process_time()
 models = [f"{folder}/{name}" for name in experts]
 result = acemerge.merge(f"{folder}/base", models, f"{folder}/merged", method=method, threads=1, quiet=True)
@@ -188,6 +194,7 @@ def main() -> None:
         found.append(row)
         memory = [f"{row[what] / 1e6:.0f}" for what in ("peak_bytes", "predicted_bytes")]
         table.append([row["case"], row["experts"], f"`{row['method']}`", f"{row['cpu_seconds']:.1f}", *memory])
+        print(*table[-1], sep=" | ", file=sys.stderr, flush=True)
     print_table(["models", "experts", "method", "processor s", "peak MB", "predicted MB"], table)
     beside = overheads(given.mergekit, given.folder, given.repeats) if given.mergekit else None
     if beside:

@@ -98,7 +98,8 @@ class Bounded:
 
 _ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 64, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x",
-    "..", "../x", "/etc/passwd", "\x1b[2J", "<script>", "\ud800", "base", "F32", "I64", "BOOL", "F8_E4M3", "float32", [], {}, [[]], [0],
+    "..", "../x", "/etc/passwd", "\x1b[2J", "<script>", "\ud800", "base", "F32", "I64", "BOOL", "F8_E4M3", "float32",
+    [], {}, [[]], [0],
     [1, 1], [0, 4], {"": None}, "a" * 1000, "(a+)+$", "*", "{first: 0, last: 1}",
 ]  # fmt: skip
 

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save
 
 import acemerge
@@ -48,7 +49,7 @@ from acemerge.recipe.recipe import make_recipe, read_recipe
 from acemerge.reports.merge_report import merge_page
 from acemerge.sweeps.points import make_points
 from acemerge.sweeps.table import TABLE, Objective, read_table
-from gguf_files import Kind, write_gguf
+from gguf_files import write_gguf
 from small_models import base_tensors, fine_tuned, write_models
 
 Work = Callable[[bytes], object]
@@ -366,11 +367,14 @@ def rows_of_data(root: Path) -> Work:
 # --- adapters and quantised models -------------------------------------------------------------------------------------
 
 
-def lora_header(names: Callable[[str, str], str], turned: bool = False, **more: torch.Tensor) -> Any:
+NONE: Mapping[str, torch.Tensor] = {}
+
+
+def lora_header(names: Callable[[str, str], str], more: Mapping[str, torch.Tensor] = NONE, turned: bool = False) -> Any:
     """Factors for the first layer of the small base."""
     down, up = torch.ones(2, 8), torch.ones(12, 2)
     factors = {names("layers.0", "down"): down, names("layers.0", "up"): up}
-    return header_of({name: value.T.contiguous() if turned else value for name, value in factors.items()} | more)
+    return header_of({name: value.T.contiguous() if turned else value for name, value in factors.items()} | dict(more))
 
 
 def peft() -> list[bytes]:
@@ -380,7 +384,7 @@ def peft() -> list[bytes]:
     weights = lora_header(name)
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "task_type": "SEQ_CLS", "target_modules": ["layers.0"]}
     rich = {"use_rslora": True, "rank_pattern": {"layers.*": 2}, "alpha_pattern": {"0": 8}, "modules_to_save": ["classifier"]}
-    with_dora = lora_header(name, **{"base_model.model.layers.0.lora_magnitude_vector": torch.ones(12)})
+    with_dora = lora_header(name, {"base_model.model.layers.0.lora_magnitude_vector": torch.ones(12)})
     return [
         files(adapter_config__json=settings, adapter_model__safetensors=weights),
         files(adapter_config__json={**settings, **rich}, adapter_model__safetensors=weights),

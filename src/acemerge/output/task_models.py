@@ -282,8 +282,9 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{place}: transformers does not understand its config.json ({first_line(error)})") from None
     architecture = (config.architectures or [None])[0]
-    made = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
-    if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
+    made: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    is_model = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
+    if made is None or not is_model:
         raise InputError(f"{merged}, '{expert}': config.json names no architecture that transformers knows ({architecture})")
     state_dict = {name: model.read(name).clone() for name, _ in model.headers()}
     loaded, report = made.from_pretrained(

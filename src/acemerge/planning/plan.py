@@ -140,8 +140,12 @@ class Plan:
     @property
     def peak_memory(self) -> int:
         """Estimated peak of this process's own memory, beyond Python and torch themselves; what models compute not included."""
-        accounts = account_bytes(len(self.tensors), [model.tensors for model in (self.base, *self.experts)])
-        return accounts + max(self._measuring_memory, *map(peak_memory, self.tensors))
+        return self.accounts + max(self._measuring_memory, *map(peak_memory, self.tensors))
+
+    @property
+    def accounts(self) -> int:
+        """Of that, what does not depend on the tensors' sizes."""
+        return account_bytes(len(self.tensors), [model.tensors for model in (self.base, *self.experts)])
 
     @property
     def _measuring_memory(self) -> int:
