@@ -59,7 +59,7 @@ _OF_A_TENSOR = 13_000
 _OF_A_STORED_TENSOR = 1_700
 _COPIES_OF_A_NAME = 8
 _OF_A_MODEL = 500_000
-_OF_THREADS = 15_000_000
+_OF_THREADS = 18_000_000
 """Stacks and buffers of the threads that hash and write, and what the allocator keeps."""
 
 
