@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-the-demo
 # Exact versions of everything that is installed, pip and what builds the package included.
 LOCK ?= requirements.lock
+# The same with the hashes of all but torch; empty where a lock has none. `make setup HASHES=` for an index with builds of its own.
+HASHES ?= $(wildcard $(LOCK:.lock=.hashes))
 
 .PHONY: help demo test check core lint types unit setup lock test-latest test-oldest test-install fuzz kill bench large clean
 
@@ -17,11 +19,14 @@ setup: $(STAMP)  ## create .venv and install acemerge with what the tests need
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(LOCK)
 INSTALL = $(BIN)/python $(PIP_INSTALL) --build-constraint $(LOCK)
 
+INSTALL_HASHED = $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --build-constraint $(LOCK) -r $(HASHES)
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) --upgrade pip
 
 $(STAMP): pyproject.toml $(LOCK) | $(BIN)/python
+	$(if $(HASHES),$(INSTALL_HASHED))
 	$(INSTALL) -e '.[dev]'
 	$(BIN)/python -m pip check
 	@touch $@ $(DEMO_STAMP)
@@ -64,9 +69,11 @@ $(UV):
 RESOLVE = $(UV) pip compile pyproject.toml --extra dev --quiet --python-version 3.11
 NEWEST = $(RESOLVE) --config-file lock.toml --universal --custom-compile-command 'make lock'
 
-# It carries no hashes: pip would ask for one of every package, and a CPU build of torch has not the hash of the index's build.
+# The lock itself carries no hashes: pip would ask for one of every package, and a CPU build of torch has not the hash of the
+# index's build. A second file has those of all others.
 lock: $(UV)  ## bring requirements.lock up to date with pyproject.toml; UPGRADE=--upgrade for the newest versions of everything
 	$(NEWEST) $(UPGRADE) -o requirements.lock
+	$(NEWEST) -c requirements.lock --generate-hashes --no-emit-package torch --no-annotate -o requirements.hashes
 
 # Newest but torch, which stays at the version that lock.toml names: newer ones may come with gigabytes of CUDA libraries only.
 test-latest: $(UV)  ## `make test` with the newest releases of everything
@@ -84,9 +91,12 @@ test-install: setup  ## build wheel and source archive; install each into an emp
 	$(BIN)/python -m pip wheel --quiet --no-deps --build-constraint $(LOCK) -w dist .
 	for package in dist/*; do sh tests/support/try_package.sh $$package $(LOCK) $(PYTHON) || exit 1; done
 
-FUZZ_EXAMPLES ?= 10000
+FUZZ_SECONDS ?= 1800
+FUZZ_EXAMPLES ?= 1000
 PROPERTY_EXAMPLES ?= 1000
-fuzz: setup  ## every parser against FUZZ_EXAMPLES damaged inputs each (10000); every other property with PROPERTY_EXAMPLES (1000)
+fuzz: setup  ## every parser guided by coverage, for FUZZ_SECONDS together (1800); then by hypothesis, and every other property
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	PYTHONPATH=tests/support $(BIN)/python tests/support/fuzz.py --seconds $(FUZZ_SECONDS)
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/pytest tests/test_fuzz.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=$(PROPERTY_EXAMPLES) $(BIN)/pytest -m hypothesis --ignore tests/test_fuzz.py
 

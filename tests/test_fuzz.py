@@ -5,41 +5,35 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
-import acemerge
 import model_zoo
 from acemerge.calibration.files import FileData
-from acemerge.calibration.texts import read_lines
 from acemerge.checkpoints.card import base_models, licence
 from acemerge.checkpoints.families import choose_family
 from acemerge.checkpoints.folder import open_checkpoint, read_json
 from acemerge.checkpoints.source import Source, Sources, resolve_source
-from acemerge.errors import AcemergeError
 from acemerge.execute.opening import make_plan
 from acemerge.methods import get_method
-from acemerge.output.staging import staged_output
-from acemerge.output.verify import verify_output
 from acemerge.planning.vocabulary_files import side_files
 from acemerge.recipe.arguments import parse_lists, parse_settings
-from acemerge.recipe.recipe import Recipe, make_recipe, read_recipe
+from acemerge.recipe.recipe import Recipe, make_recipe
 from acemerge.recipe.sizes import parse_size
 from acemerge.sweeps.points import make_points
-from acemerge.sweeps.table import TABLE, Objective, Record, Table, read_table
+from fuzz import Bounded, read_corpus
+from fuzz_targets import TARGETS, Target, open_and_read, survives
 from small_models import base_tensors, write_models
 
 FOLDERS: dict[str, Path] = {}
@@ -48,25 +42,6 @@ FOLDERS: dict[str, Path] = {}
 @pytest.fixture(autouse=True, scope="module")
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     FOLDERS["scratch"] = tmp_path_factory.mktemp("fuzz")
-
-
-@pytest.fixture(scope="module")
-def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small output with heads, parts and everything."""
-    root = tmp_path_factory.mktemp("merged")
-    models = write_models(root)
-    acemerge.merge(models.base, models.experts, root / "out", method="emr")
-    return root / "out"
-
-
-def survives(work: Callable[[], object]) -> None:
-    """Only acemerge's own errors, and never an endless message."""
-    message = "none"
-    try:
-        work()
-    except AcemergeError as error:
-        message = str(error)
-    assert 0 < len(message) < 20_000
 
 
 @st.composite
@@ -103,37 +78,37 @@ def as_file(content: bytes, name: str) -> Path:
     return path
 
 
-def open_and_read(path: Path) -> None:
-    model = open_checkpoint(path, "x")
-    for name, header in model.tensors.items():
-        if header.nbytes < 1_000_000:
-            tensor = model.read(name)
-            assert tuple(tensor.shape) == header.shape
-            tensor.clone()
+# --- every target: what coverage found, and damage of all kinds ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Bounded]:
+    """One target, and what runs an input of it."""
+    chosen = TARGETS[request.param]
+    return chosen, Bounded(chosen.prepare(tmp_path_factory.mktemp(chosen.name)))
+
+
+def test_the_corpus(prepared: tuple[Target, Bounded]) -> None:
+    """Sound files, what fuzzing found to reach other code, and what once failed: each in little time and memory."""
+    chosen, run = prepared
+    kept = read_corpus(chosen.name)
+    assert kept, "python tests/support/fuzz.py --keep --only " + chosen.name
+    for content in [*chosen.seeds(), *kept]:
+        run(content)
+
+
+@given(st.data())
+def test_damaged_inputs(prepared: tuple[Target, Bounded], data: st.DataObject) -> None:
+    chosen, run = prepared
+    run(data.draw(st.sampled_from(seeds_of(chosen.name)).flatmap(damaged)))
+
+
+@cache
+def seeds_of(name: str) -> Sequence[bytes]:
+    return TARGETS[name].seeds()
 
 
 # --- weights -----------------------------------------------------------------------------------------------------------
-
-
-def sound_file(name: str, **options: Any) -> bytes:
-    if name.endswith(".safetensors"):
-        return save(base_tensors(), {"format": "pt"})
-    file = io.BytesIO()
-    torch.save(base_tensors(), file, **options)
-    return file.getvalue()
-
-
-SAFETENSORS = sound_file("model.safetensors")
-PICKLE = sound_file("model.bin")
-LEGACY = sound_file("model.bin", _use_new_zipfile_serialization=False)
-
-
-TEXTS = b'{"text": "one", "text_pair": "two", "label": 1}\n{"text": "three", "text_pair": "four"}\n'
-
-
-@given(damaged(TEXTS))
-def test_texts(content: bytes) -> None:
-    survives(lambda: read_lines(as_file(content, "rows.jsonl")))
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +127,6 @@ def test_ready_inputs(bert: Path, given: dict[str, tuple[list[int], torch.dtype,
     as_file(save(tensors), "red.safetensors")
     expert = open_checkpoint(bert, "red")
     survives(lambda: FileData.open(FOLDERS["scratch"], expert, [expert]))
-
-
-@given(damaged(SAFETENSORS))
-def test_safetensors_files(content: bytes) -> None:
-    survives(lambda: open_and_read(as_file(content, "model.safetensors")))
 
 
 HEADER_VALUES = st.recursive(
@@ -183,18 +153,6 @@ def test_safetensors_headers(header: dict[str, Any], data: bytes) -> None:
     survives(lambda: open_and_read(as_file(struct.pack("<Q", len(encoded)) + encoded + data, "model.safetensors")))
 
 
-@pytest.mark.filterwarnings("ignore")
-@given(damaged(PICKLE))
-def test_pickles(content: bytes) -> None:
-    survives(lambda: open_and_read(as_file(content, "model.bin")))
-
-
-@pytest.mark.filterwarnings("ignore")
-@given(damaged(LEGACY))
-def test_pickles_in_the_old_format(content: bytes) -> None:
-    survives(lambda: open_and_read(as_file(content, "model.bin")))
-
-
 # --- JSON --------------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +174,7 @@ JSON = st.recursive(
 def test_index_files(weight_map: Any) -> None:
     folder = FOLDERS["scratch"] / "indexed"
     folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(SAFETENSORS)
+    (folder / "model.safetensors").write_bytes(save(base_tensors()))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     survives(lambda: open_checkpoint(folder, "x"))
 
@@ -316,23 +274,6 @@ def test_weights_of_adapters(content: bytes, use_dora: bool) -> None:
 
 # --- recipes and arguments ---------------------------------------------------------------------------------------------
 
-SOUND_RECIPE = yaml.safe_dump(
-    {
-        "base": "base",
-        "experts": ["a", {"model": "b", "name": "second"}],
-        "method": "ace",
-        "options": {"epsilon": 0.1},
-        "tensors": [{"match": "*.bias", "do": "keep"}, {"match": "*", "method": "ties", "options": {"keep": 0.2}}],
-        "shard_size": "5GB",
-        "inputs": {"base": {"model.safetensors": "blake3:" + "0" * 64}},
-    }
-).encode()
-
-
-@given(damaged(SOUND_RECIPE) | st.binary(max_size=100))
-def test_recipe_files(content: bytes) -> None:
-    survives(lambda: make_recipe(read_recipe(as_file(content, "recipe.yaml"))))
-
 
 @given(st.dictionaries(st.sampled_from([*Recipe.model_fields, "mehtod"]), JSON))
 def test_recipes(fields: dict[str, Any]) -> None:
@@ -375,69 +316,6 @@ def test_model_names(text: str) -> None:
     survives(lambda: resolve_source(text, relative_to=FOLDERS["scratch"], offline=True))
 
 
-# --- what acemerge reads of its own ------------------------------------------------------------------------------------
-
-
-def with_damage(folder: Path, file: str, content: bytes, work: Callable[[Path], object]) -> None:
-    """Do some work on a copy of a folder in which one file is damaged."""
-    copy = FOLDERS["scratch"] / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
-    (copy / file).write_bytes(content)
-    survives(lambda: work(copy))
-
-
-@given(st.data())
-def test_manifests(merged: Path, data: st.DataObject) -> None:
-    content = data.draw(damaged((merged / "acemerge_manifest.json").read_bytes()))
-    with_damage(merged, "acemerge_manifest.json", content, verify_output)
-
-
-@given(st.data())
-def test_task_models(merged: Path, data: st.DataObject) -> None:
-    file = data.draw(st.sampled_from(["acemerge_manifest.json", "tasks/expert-0/model.safetensors", "shared/model.safetensors"]))
-    content = data.draw(damaged((merged / file).read_bytes()))
-    task = FOLDERS["scratch"] / "task"
-    shutil.rmtree(task, ignore_errors=True)
-    with_damage(merged, file, content, lambda copy: acemerge.export_expert(copy, "expert-0", task))
-
-
-STATE = json.dumps(
-    {
-        "digest": "d",
-        "finished": {
-            "model.safetensors": {"hash": "blake3:" + "0" * 64, "parts": {"tasks/a/model.safetensors": "1"}, "tensors": []}
-        },
-        "inputs": {"base": {"model.safetensors": "2"}},
-    }
-).encode()
-
-
-@given(damaged(STATE) | st.binary(max_size=50))
-def test_the_note_of_an_interrupted_run(content: bytes) -> None:
-    """Whatever it says, only files whose checksums hold are reused, and nothing outside the folder is touched."""
-    root = FOLDERS["scratch"] / "staging"
-    shutil.rmtree(root, ignore_errors=True)
-    (root / "out.partial").mkdir(parents=True)
-    (root / "precious").write_text("mine")
-    (root / "out.partial/.acemerge-state.json").write_bytes(content)
-    (root / "out.partial/model.safetensors").write_bytes(b"stale")
-    with staged_output(root / "out", "d", resume=True) as staging:
-        assert not any(staging.reusable(shard) for shard in [*staging.finished, "model.safetensors"])
-    assert (root / "precious").read_text() == "mine"
-
-
-TABLE_OF_A_SWEEP = Table(method="ace", points={"tau=0.1": Record(settings={"tau": 0.1}, digest="d", scores={"a": None})})
-
-
-@given(damaged(TABLE_OF_A_SWEEP.model_dump_json().encode()) | st.binary(max_size=50))
-def test_the_table_of_a_sweep(content: bytes) -> None:
-    root = FOLDERS["scratch"] / "sweep"
-    root.mkdir(exist_ok=True)
-    (root / TABLE).write_bytes(content)
-    survives(lambda: read_table(root).best_of(["tau=0.1"], Objective()))
-
-
 @given(
     st.text(max_size=100)
     | st.tuples(st.sampled_from(["license: ", "base_model: ", "base_model:\n- "]), st.text(max_size=50)).map(
@@ -451,11 +329,3 @@ def test_model_cards(text: str) -> None:
     named = licence(root)
     assert named is None or named.isprintable()
     assert all(name.isprintable() for name in base_models(root))
-
-
-def test_the_sound_files_are_sound() -> None:
-    """Or the targets above would only ever see refusals."""
-    for content, name in ((SAFETENSORS, "model.safetensors"), (PICKLE, "model.bin"), (LEGACY, "model.bin")):
-        open_and_read(as_file(content, name))
-    make_recipe(read_recipe(as_file(SOUND_RECIPE, "recipe.yaml")))
-    assert load_file(as_file(SAFETENSORS, "model.safetensors")).keys() == base_tensors().keys()

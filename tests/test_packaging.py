@@ -13,10 +13,14 @@ from core_only import same_name
 ROOT = Path(__file__).parents[1]
 
 
+def all_locked() -> list[str]:
+    """The lines of the lock, without comments."""
+    return [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.lstrip().startswith("#")]
+
+
 def locked() -> dict[str, str]:
-    """The lines of the lock by package name, without comments."""
-    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.lstrip().startswith("#")]
-    return {line.partition("==")[0]: line for line in lines}
+    """The same by package name."""
+    return {line.partition("==")[0]: line for line in all_locked()}
 
 
 def test_every_declared_package_is_locked() -> None:
@@ -31,6 +35,14 @@ def test_the_lock_has_exact_versions_and_nothing_of_the_machine_it_was_made_on()
     for name, line in locked().items():
         assert re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+( ; [\w ='.<>!()]+)?", line), line
         assert not re.match(r"nvidia|cuda|triton", name), line
+
+
+def test_the_hashes_are_of_what_is_locked() -> None:
+    """Of all but torch, whose CPU build has not the hash of the index's build."""
+    lines = [line.removesuffix(" \\") for line in (ROOT / "requirements.hashes").read_text().splitlines()]
+    own = [number for number, line in enumerate(lines) if "==" in line]
+    assert {lines[number] for number in own} == {line for line in all_locked() if not line.startswith("torch==")}
+    assert all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", lines[number + 1]) for number in own), "run `make lock`"
 
 
 def test_plan_merge_verify_help_and_a_methods_checks_need_no_extra(tmp_path: Path) -> None:

@@ -51,6 +51,15 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def printable(text: str) -> str:
+    """What strangers' files may have put into a text, as a terminal can show it: nothing that moves its cursor, colours or title.
+
+    >>> printable("a\\x1b[2Jb")
+    'a\\\\x1b[2Jb'
+    """
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
 _FEW = 20
 
 

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from acemerge.output.manifest import MANIFEST
+import acemerge
+from acemerge.output.manifest import MANIFEST, read_merge
+from acemerge.reports.merge_report import merge_page
+from acemerge.reports.page import write_report
+from layered_models import layered
+from small_models import fine_tuned, write_model
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
@@ -205,4 +211,79 @@ def test_the_page_prints(browser: Any, twelve_layers: dict[str, Path]) -> None:
     opened.page.emulate_media(media="print")
     assert not opened.page.locator(".filters").is_visible()
     assert len(opened.page.pdf(format="A4")) > 20_000
+    opened.context.close()
+
+
+EVIL = (
+    "$\\frac{1}{$<i>",
+    "<script>window.ran=1</script>",
+    "<img src=http://127.0.0.1:9/i onerror=window.ran=1>",
+    "<svg onload=window.ran=1>",
+    "\"' onmouseover='window.ran=1' autofocus onfocus='window.ran=1' x=\"",
+    "</script><script>window.ran=1</script>",
+    "</style><b>",
+    "</pre></code></title><iframe src=http://127.0.0.1:9/f></iframe>",
+    "{{ 7*7 }}{% x %}",
+    "&lt;b&gt;",
+    "javascript:window.ran=1",
+    "<link rel=stylesheet href=http://127.0.0.1:9/c>",
+    "url(http://127.0.0.1:9/u)",
+    "\u202ex",
+)
+
+
+def poisoned(tmp_path: Path) -> Path:
+    """A merge whose manifest somebody filled with all of these, wherever a page shows something."""
+    base, experts = layered(tmp_path, 2, 2)
+    acemerge.merge(base, experts, tmp_path / "out", "ace")
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    all_of_them = " ".join(EVIL)
+    evil = iter(EVIL * 100)
+    names = {expert: next(evil) for expert in manifest["experts"]}
+    for tensor in manifest["tensors"]:
+        tensor["name"] += next(evil)
+        tensor["experts"] = {names[expert]: own for expert, own in tensor.get("experts", {}).items()}
+        tensor |= {"branch": next(evil), "own": next(evil), "warnings": [next(evil)], "reason": next(evil), "action": next(evil)}
+    manifest["experts"] = list(names.values())
+    for field in ("base", "family", "method", "orientation", "acemerge"):
+        manifest[field] = all_of_them
+    manifest |= {
+        "notes": list(EVIL), "cautions": list(EVIL), "versions": dict(zip(EVIL, EVIL, strict=True)),
+        "inputs": {each: {each: each} for each in EVIL}, "unused": {each: [each] for each in EVIL},
+        "heads": {each: [each] for each in EVIL}, "options": {"tau": 0.3, **{each: each for each in EVIL}},
+    }  # fmt: skip
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps(manifest))
+    return write_report(merge_page(read_merge(tmp_path / "out")), tmp_path / "report.html")
+
+
+def named(tmp_path: Path) -> Path:
+    """A diagnosis of models whose tensors are called so; a path may hold no slash, a tensor's name may."""
+    evil = [each for each in EVIL if each.isprintable()]
+    tensors = {
+        f"layers.{i}.{each}.weight": torch.randn(6, 6, generator=torch.Generator().manual_seed(i)) for i, each in enumerate(evil)
+    }
+    base = write_model(tmp_path / "<b>base", tensors)
+    experts = [write_model(tmp_path / f"<img src=x>{i}", fine_tuned(tensors, i)) for i in range(2)]
+    return acemerge.diagnose(base, experts).write_report(tmp_path / "diagnosis.html")
+
+
+@pytest.mark.parametrize("make", [poisoned, named])
+def test_names_of_strangers_run_nothing_and_ask_for_nothing(browser: Any, tmp_path: Path, make: Any) -> None:
+    page = make(tmp_path)
+    opened = Opened(browser, page, "desktop")
+    for choice in opened.page.locator("select").all():
+        choice.select_option(index=1)
+        choice.select_option(index=0)
+    for heading in opened.page.locator("thead button").all():
+        heading.click()
+        heading.hover()
+    opened.page.get_by_label("contains").first.fill("<script>")
+    assert opened.page.evaluate("window.ran") is None
+    assert opened.page.locator("body script").count() == 1, "the page's own"
+    assert (
+        opened.page.locator("iframe, object, embed, link[rel=stylesheet], img, svg[onload], [onerror], [onmouseover]").count()
+        == 0
+    )
+    assert opened.requests == [page.as_uri()]
+    assert opened.complaints == []
     opened.context.close()

@@ -20,7 +20,7 @@ from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
-from acemerge.checkpoints.folder import Checkpoint, read_json
+from acemerge.checkpoints.folder import Checkpoint, architecture_of, read_json
 from acemerge.checkpoints.formats.registry import WeightsFile, formats, open_file
 from acemerge.checkpoints.tensor_header import TensorHeader
 from acemerge.checkpoints.untrusted import check_inside
@@ -53,9 +53,10 @@ class Adapter(Checkpoint):
     def head_config(self, base_config: Mapping[str, Any], head: Mapping[str, TensorHeader]) -> dict[str, Any]:
         """The base's config for the model that the adapter was trained on: its class, and as many labels as its head has."""
         config = dict(base_config)
-        named = (self.settings.get("auto_mapping") or {}).get("base_model_class")
+        stated = (self.settings.get("auto_mapping") or {}).get("base_model_class")
+        named = stated if isinstance(stated, str) else None
         suffix = _CLASSES.get(self.settings.get("task_type") or "")
-        stem = re.match(r"(.+?)(LMHeadModel|Model|For[A-Z]\w+)$", (base_config.get("architectures") or [""])[0])
+        stem = re.match(r"(.+?)(LMHeadModel|Model|For[A-Z]\w+)$", architecture_of(base_config))
         if named or (suffix and stem):
             config["architectures"] = [named or f"{stem[1] if stem else ''}{suffix}"]
         outputs = [header.shape[0] for name, header in sorted(head.items()) if is_task_head(name) and header.shape]

@@ -77,7 +77,7 @@ def ask(merged: Path, sentences: Mapping[str, str]) -> Iterator[tuple[str, str, 
     from acemerge.bench.domains.text import mean_of_token_logits, quiet_transformers
 
     quiet_transformers()
-    tokenizer = AutoTokenizer.from_pretrained(merged)
+    tokenizer = AutoTokenizer.from_pretrained(merged, trust_remote_code=False)
     for head, sentence in sentences.items():
         model = load_expert_head(merged, head)
         with torch.inference_mode():

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.folder import Checkpoint, architecture_of
 from acemerge.checkpoints.quantised.reading import QUANTIZATION
+from acemerge.checkpoints.untrusted import check_runs_nothing
 from acemerge.errors import InputError, first_line
 
 
@@ -35,10 +36,11 @@ def model_class(expert: Checkpoint) -> Any:
             f"expert {expert.where}: is quantised, so its model is not run on data; make it a float model first: acemerge merge "
             f"{expert.folder} {expert.folder} -m passthrough -o FOLDER"
         )
-    named = expert.config.get("architectures")
-    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-    found = getattr(quiet_transformers(), name, None) if name else None
-    if found is None or not hasattr(found, "from_pretrained"):
+    check_runs_nothing(expert.config, expert.folder)
+    name = architecture_of(expert.config)
+    library = quiet_transformers()
+    found = getattr(library, name, None) if name else None
+    if not (isinstance(found, type) and issubclass(found, library.PreTrainedModel)):
         raise InputError(
             f"{expert.folder / 'config.json'}: 'architectures' names no class of transformers ({name}), so the expert's model "
             "cannot be run on data; save the expert with save_pretrained"
@@ -49,7 +51,7 @@ def model_class(expert: Checkpoint) -> Any:
 def model_config(expert: Checkpoint) -> Any:
     """As transformers understands config.json."""
     try:
-        return quiet_transformers().AutoConfig.from_pretrained(expert.folder, local_files_only=True)
+        return quiet_transformers().AutoConfig.from_pretrained(expert.folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"expert {expert.where}: transformers does not understand its config.json ({first_line(error)})"
@@ -70,7 +72,11 @@ def load_model(expert: Checkpoint) -> nn.Module:
     wide = any(header.dtype == "float64" for header in expert.tensors.values())
     try:
         model, report = made.from_pretrained(
-            expert.folder, dtype=torch.float64 if wide else torch.float32, local_files_only=True, output_loading_info=True
+            expert.folder,
+            dtype=torch.float64 if wide else torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(f"expert {expert.where}: transformers cannot load it ({first_line(error)})") from None

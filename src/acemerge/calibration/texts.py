@@ -103,7 +103,8 @@ def _tokenizer(file: Path, base: Checkpoint, expert: Checkpoint) -> Any:
         if model.folder is None or not any((model.folder / name).is_file() for name in names):
             continue
         try:
-            return quiet_transformers().AutoTokenizer.from_pretrained(model.folder, local_files_only=True)
+            tokenizer = quiet_transformers().AutoTokenizer
+            return tokenizer.from_pretrained(model.folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise InputError(
                 f"{model.folder}: its tokenizer cannot be loaded ({first_line(error)}), which {file.name} needs"

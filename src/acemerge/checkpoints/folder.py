@@ -20,7 +20,7 @@ from acemerge.checkpoints.formats.registry import WeightsFile, format_of, format
 from acemerge.checkpoints.quantised.eight_bits import StoredInEightBits
 from acemerge.checkpoints.quantised.reading import QUANTIZATION, dequantised, in_eight_bits, reader
 from acemerge.checkpoints.tensor_header import TensorHeader, header_of, shared_storage
-from acemerge.checkpoints.untrusted import MAX_JSON_BYTES, check_inside, parse_json, read_bounded
+from acemerge.checkpoints.untrusted import MAX_JSON_BYTES, check_inside, is_file_name, parse_json, read_bounded, shortened
 from acemerge.errors import InputError, PreflightError
 
 if TYPE_CHECKING:
@@ -122,6 +122,12 @@ NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_
 def with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A config that says otherwise; what a change is None of, it no longer says."""
     return {key: value for key, value in {**config, **changes}.items() if value is not None or key not in changes}
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The class that a config names first; nothing where it names none."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -240,9 +246,9 @@ def weight_files(path: Path) -> list[Path]:
 
 def _indexed_shards(index: Path) -> list[Path]:
     shards = list(dict.fromkeys(_weight_map(index).values()))
-    strange = [shard for shard in shards if Path(shard).name != shard or shard in ("", "..") or not shard.isprintable()]
+    strange = [shard for shard in shards if not is_file_name(shard)]
     if strange:
-        raise InputError(f"{index}: shard names must be plain file names beside the index, found {strange[0]!r}")
+        raise InputError(f"{index}: shard names must be plain file names beside the index, found {shortened(repr(strange[0]))}")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise PreflightError(f"{index.parent / shard}: missing, but named in {index.name}; download it" for shard in missing)

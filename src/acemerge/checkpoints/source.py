@@ -68,7 +68,7 @@ def expand_home(path: Path) -> Path:
     """A path that may begin with ~ or ~user."""
     try:
         return path.expanduser()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # a name with a null character
         raise InputError(f"{path}: there is no such user, so no such folder") from None
 
 
@@ -86,7 +86,7 @@ def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = Fa
         found, change = (resolve_source(each, relative_to=relative_to, offline=offline) for each in (model, adapter))
         return replace(found, given=given, adapter=change)
     match = _HUB_ID.fullmatch(given)
-    in_a_folder_here = "/" in given and path.parent.is_dir()
+    in_a_folder_here = "/" in given and os.path.isdir(path.parent)
     if match is None or given.startswith((".", "/", "~")) or given.endswith(weight_suffixes()) or in_a_folder_here:
         raise InputError(f"{given}: no such file or folder{_near(path)}")
     try:
@@ -104,14 +104,14 @@ def _readable(given: str, path: Path) -> Path:
 
 def _near(path: Path) -> str:
     """A closing hint at what is there under nearly that name."""
-    there = next(parent for parent in path.parents if parent.is_dir())
+    there = next(parent for parent in path.parents if os.path.isdir(parent))  # also of a path too long to be asked for
     missing, *rest = path.relative_to(there).parts
     try:
         names = difflib.get_close_matches(missing, [each.name for each in there.iterdir()], n=3)
     except OSError:
         return ""
     found = (there.joinpath(name, *rest) for name in names)
-    return next((f"; did you mean {near}?" for near in found if near.exists()), "")
+    return next((f"; did you mean {near}?" for near in found if os.path.exists(near)), "")
 
 
 def _from_path(given: str, path: Path) -> Source:

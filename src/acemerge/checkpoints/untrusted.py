@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 10_000_000
 MAX_JSON_BYTES = 50_000_000
 MAX_NAME_LENGTH = 500
+_LONGEST_FILE_NAME = 255  # bytes: what file systems allow
 _LFS = b"version https://git-lfs"  # how a pointer file of git-lfs begins
 _GET_AGAIN = "download it again, from a source you trust"
 
@@ -75,9 +76,9 @@ def safetensors_header(path: Path) -> dict[str, Any]:
 
 def check_zip(path: Path) -> None:
     """A torch.save file is an uncompressed zip archive: one that is compressed, or larger inside than out, is not torch's."""
-    if not zipfile.is_zipfile(path):
-        return  # torch's format before 1.6
     try:
+        if not zipfile.is_zipfile(path):
+            return  # torch's format before 1.6
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
@@ -115,16 +116,40 @@ def check_names(path: Path, names: Iterable[str]) -> None:
             raise InputError(f"{path}: {shortened(ascii(name))} cannot be a tensor's name; {_GET_AGAIN}")
 
 
+def is_file_name(name: str) -> bool:
+    """Whether it is a plain one, of a file or folder in a folder that is meant."""
+    return Path(name).name == name not in ("", "..") and name.isprintable() and len(name.encode()) <= _LONGEST_FILE_NAME
+
+
+def check_is_a_name(name: str, folder: Path) -> None:
+    """What a stranger's manifest calls an expert is used as the name of a folder in it."""
+    if not is_file_name(name):
+        raise InputError(f"{folder}: {shortened(ascii(name))} cannot be an expert's name; {_GET_AGAIN}")
+
+
 def check_inside(folder: Path, paths: Iterable[Path]) -> None:
-    """Links must stay in the model's folder, or in the hub cache's folder of the same model."""
+    """Links, also of folders in it, must stay in the model's folder, or in the hub cache's folder of the same model."""
     root = folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in paths:
         target = path.resolve()
-        if path.is_symlink() and not any(place in target.parents for place in allowed):
+        inner = (path, *(parent for parent in path.parents if folder in parent.parents))
+        linked = any(each.is_symlink() for each in inner)
+        if linked and not any(place in target.parents for place in allowed):
             raise InputError(
                 f"{path}: a link that leaves the model's folder, to {target}; if it is your own, put the file itself there, or "
                 "give its path as the model"
+            )
+
+
+def check_runs_nothing(config: Mapping[str, Any], where: object) -> None:
+    """What transformers would fetch by a model's config and run: attention by a kernel of the hub, OWNER/NAME."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            check_runs_nothing(value, where)
+        elif key.endswith("attn_implementation") and "/" in str(value):
+            raise InputError(
+                f"{where}: config.json asks for code of the hub, {key} = {shortened(ascii(value))}, which is not run; remove it"
             )
 
 

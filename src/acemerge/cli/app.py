@@ -36,7 +36,7 @@ from acemerge.cli.route import route_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
 from acemerge.cli.verify import verify_command
-from acemerge.errors import AcemergeError
+from acemerge.errors import AcemergeError, printable
 from acemerge.version import __version__
 
 _VERBS: dict[str, tuple[Callable[..., None], str]] = {
@@ -136,7 +136,7 @@ def _run(interruption: Interruption) -> None:
             _leave_interrupted()
         if debug:
             traceback.print_exc()
-        print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
+        print(printable(f"acemerge: error: {_explain(error)}"), file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acemerge.cli.adapter_display import adapter_lines, kinds_table
-from acemerge.cli.tables import TensorName, new_console, new_table
+from acemerge.cli.tables import TensorName, error_console, new_console, new_table
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
 from acemerge.methods.registry import Kind
@@ -181,9 +181,9 @@ def _facts_table(records: Sequence[Mapping[str, Any]]) -> Table:
 
 def print_warnings(warnings: Sequence[str], shown: int = 3) -> None:
     """The first few, on standard error; a cause common to many tensors would fill the screen."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = error_console()
     for warning in warnings[:shown]:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        console.print(f"warning: {warning}", style="yellow")
     if len(warnings) > shown:
         console.print(f"and {len(warnings) - shown} more warnings, in acemerge_manifest.json", style="yellow")
 
@@ -239,7 +239,7 @@ _REST = {
 def describe_method(method: Method) -> None:
     """What it does, its options, its paper."""
     console = new_console()
-    console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{_in_paragraphs(method.summary)}\n", markup=False)
+    console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{_in_paragraphs(method.summary)}\n")
     matrices = f"matrices; other tensors are {_REST[method.rest]}"
     what = _MERGES.get(method.touches, matrices).format(rest="averaged" if method.rest == "average" else _REST[method.rest])
     console.print(f"It merges {what}. Set an option with -s NAME=VALUE.")

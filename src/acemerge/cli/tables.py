@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from acemerge.errors import printable
+
 
 class _PatientConsole(Console):
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Names are strangers': whatever a terminal would act on is shown instead."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
     def on_broken_pipe(self) -> None:
         """A reader that has seen enough, such as `head`, is no failure."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -22,10 +31,20 @@ class _PatientConsole(Console):
 
 
 def new_console() -> Console:
-    """As wide as the terminal or COLUMNS; in a pipe without it, as wide as the content needs. `[in, out]` is no markup."""
-    console = _PatientConsole(highlight=False, markup=False, soft_wrap=False)
+    """As wide as the terminal or COLUMNS; in a pipe without it, as wide as the content needs."""
+    console = _console()
     told_how_wide = console.is_terminal or "COLUMNS" in os.environ
-    return console if told_how_wide else _PatientConsole(highlight=False, markup=False, width=200)
+    return console if told_how_wide else _console(width=200)
+
+
+def error_console() -> Console:
+    """Standard error's, with lines as long as they are."""
+    return _console(stderr=True, soft_wrap=True)
+
+
+def _console(**settings: Any) -> Console:
+    """Text is what it is: `[in, out]` is no markup, `:key:` no emoji."""
+    return _PatientConsole(highlight=False, markup=False, emoji=False, **settings)
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:

@@ -9,7 +9,7 @@ import typer
 
 from acemerge.cli.flags import AsJson
 from acemerge.cli.printing import print_json
-from acemerge.errors import MergeError
+from acemerge.errors import MergeError, printable
 
 
 def verify_command(
@@ -29,6 +29,6 @@ def verify_command(
         tensors = f" and {found.tensors} tensors" if found.tensors else ""  # of a task's model, the files alone are hashed
         print(f"{output}: whole; {found.files} files{tensors} are as they were written")
         for name in found.foreign:
-            print(f"note: {name} is not from acemerge")
+            print(printable(f"note: {name} is not from acemerge"))
     if found.problems:
         raise MergeError("\n".join([f"{output}: not what was written:", *(f"  - {problem}" for problem in found.problems)]))

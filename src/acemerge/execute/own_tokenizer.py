@@ -17,7 +17,9 @@ def write_own_tokenizer(plan: Plan, folder: Path) -> None:
     if file is None or file.suffix != ".gguf" or given or plan.recipe.save_as == "adapter":
         return
     try:
-        tokenizer = quiet_transformers().AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        tokenizer = quiet_transformers().AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, local_files_only=True, trust_remote_code=False
+        )
         tokenizer.save_pretrained(folder)
     except Exception as error:  # transformers' converters fail in many ways; none is worth a merge
         print(

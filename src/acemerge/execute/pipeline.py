@@ -11,7 +11,7 @@ from typing import Any
 
 from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
-from acemerge.errors import InputError, PreflightError
+from acemerge.errors import InputError, PreflightError, printable
 from acemerge.execute.compute import compute_threads
 from acemerge.execute.engines.registry import Engine, Work, get_engine
 from acemerge.execute.opening import Scene, note_kinship, set_scene
@@ -137,7 +137,7 @@ def open_engine(scene: Scene) -> Iterator[Engine]:
 def tell_kinship(plan: Plan) -> None:
     """Before the work, and also where no progress is shown."""
     for said in plan.kinship:
-        print(f"warning: {said}", file=sys.stderr, flush=True)
+        print(printable(f"warning: {said}"), file=sys.stderr, flush=True)
 
 
 def check_run(run: RunOptions) -> None:

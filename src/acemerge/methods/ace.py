@@ -78,7 +78,8 @@ def _float64_elements(tasks: int, rows: int, columns: int) -> float:
     accumulate = system + m * n + min(tasks, AT_ONCE) * (n * n if n <= m else m * n + m * m)
     residual_ = system + 2.0 * m * n + (2.0 * m * n if dual else 0.0)
     refine = 2.0 * m * n + small * small + 0.6 * small * (m + n)
-    return max(accumulate, residual_, refine)
+    vectors = (2.0 * tasks + 36.0) * n  # column means and the like: they count where a matrix has few rows
+    return max(accumulate, residual_, refine) + vectors
 
 
 @method(

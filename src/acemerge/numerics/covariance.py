@@ -222,7 +222,10 @@ class Experts:
     def _stack(self, a: Sequence[float]) -> tuple[Float[Tensor, "stacked in"], Float[Tensor, "stacked stacked"]]:
         """Very wide: the stacked rows X of sqrt(a_t) C_t, and their (T m) x (T m) Gram X X^T."""
         everything = slice(0, self._rows)
-        stack = torch.cat([self._centred(t, everything).mul_(math.sqrt(weight)) for t, weight in enumerate(a)])
+        rows = self._rows
+        stack = self._zeros(len(a) * rows, self._columns)  # filled one by one: side by side they would be there twice
+        for t, weight in enumerate(a):
+            torch.mul(self._centred(t, everything), math.sqrt(weight), out=stack[t * rows : (t + 1) * rows])
         return stack, mirror_lower(self._outer_gram(stack))
 
     def _own_blocks(self, outer: Float[Tensor, "stacked stacked"], a: Sequence[float]) -> Float[Tensor, "out stacked"]:

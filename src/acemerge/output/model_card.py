@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from acemerge.checkpoints.card import licence
 from acemerge.checkpoints.folder import with_changes
 from acemerge.checkpoints.side_files import CONFIG, copy_side_file, write_side_file
 from acemerge.checkpoints.source import Source, Sources
+from acemerge.errors import printable
 from acemerge.output.adapter_writer import write_adapter_config
 from acemerge.output.input_hashes import Hashes
 from acemerge.output.manifest import Manifest, manifest_of, write_manifest
@@ -103,7 +105,8 @@ def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes, stages: Mappin
         **{key: value for key, value in fields.items() if key not in ("method", "preset", "orientation")},
         "inputs": {model: dict(files) for model, files in hashes.items()},
     }
-    return yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+    readable = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+    return readable if printable(readable) == readable else yaml.safe_dump(resolved, sort_keys=False)
 
 
 def public_names(sources: Sequence[Source]) -> list[str]:
@@ -126,18 +129,21 @@ def model_card(plan: Plan, sources: Sources, recipe: str, hashes: Hashes) -> str
     front |= {"library_name": "peft" if is_adapter else "transformers", "tags": ["merge", "acemerge"]}
     if plan.base.folder and (named := licence(plan.base.folder)):
         front["license"] = named
-    files = "\n".join(f"| {model} | `{file}` | `{told}` |" for model, own in hashes.items() for file, told in own.items())
-    experts = "\n".join(f"- {source.public_name}" for source in sources.experts)
+    files = "\n".join(
+        f"| {_text(model)} | {_code(file)} | `{told}` |" for model, own in hashes.items() for file, told in own.items()
+    )
+    experts = "\n".join(f"- {_text(source.public_name)}" for source in sources.experts)
     counts = ", ".join(f"{plan.count(action)} {action}" for action in ACTIONS)
     shown = recipe.split("\ninputs:")[0].strip()  # of stages, the inputs stay: they are indented
     tied = f", {len(plan.omitted)} tied and stored once" if plan.omitted else ""
+    fence = "`" * max(3, 1 + _longest_run("`", shown))
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
 
 {_heading(plan)}
 
-Base: {sources.base.public_name}. Experts:
+Base: {_text(sources.base.public_name)}. Experts:
 
 {experts}
 
@@ -145,9 +151,9 @@ Tensors: {counts}{tied}. Of all weights: {shares_told(plan.weights)}. `acemerge_
 {_tokenizer_section(plan)}{_adapter_section(plan)}{_per_task_section(plan)}{_heads_section(plan)}
 ## Recipe
 
-```yaml
+{fence}yaml
 {shown}
-```
+{fence}
 
 ## Inputs
 
@@ -157,19 +163,42 @@ Tensors: {counts}{tied}. Of all weights: {shares_told(plan.weights)}. `acemerge_
 """
 
 
+_MARKS_OF_MARKDOWN = re.compile(r"([`*\[\]<>|&!#~]|(?<![^\W_])_|_(?![^\W_])|\\(?![-+.)]))")
+"""Underscores only where they are not inside a word."""
+
+
+def _text(name: str) -> str:
+    """What somebody called a folder, as plain text of Markdown: no HTML, no link, no picture."""
+    one_line = printable(name).replace("\n", " ").strip()
+    return _MARKS_OF_MARKDOWN.sub(r"\\\1", re.sub(r"^(\d*)([-+.)])", r"\1\\\2", one_line))
+
+
+def _code(name: str) -> str:
+    """The same of a file, in a cell of a table."""
+    fence = "`" * (1 + _longest_run("`", name))
+    room = " " if name.startswith("`") or name.endswith("`") else ""
+    return fence + room + printable(name).replace("\n", " ").replace("|", "\\|") + room + fence
+
+
+def _longest_run(letter: str, text: str) -> int:
+    return max((len(run) for run in re.findall(f"{letter}+", text)), default=0)
+
+
 def _heading(plan: Plan) -> str:
     if plan.is_extraction:
         [expert] = plan.experts
-        made = f"The change from {plan.base.name} to its fine-tune {expert.name} as low-rank factors, extracted with"
-        return f"# {expert.name} as an adapter of {plan.base.name}\n\n{made}\nacemerge {__version__}."
-    return f"""# {plan.base.name} merged by {plan.method.title}
+        made = (
+            f"The change from {_text(plan.base.name)} to its fine-tune {_text(expert.name)} as low-rank factors, extracted with"
+        )
+        return f"# {_text(expert.name)} as an adapter of {_text(plan.base.name)}\n\n{made}\nacemerge {__version__}."
+    return f"""# {_text(plan.base.name)} merged by {plan.method.title}
 
 {_made(plan)} {len(plan.experts)} fine-tuned ones, from {_used(plan)}, with
 acemerge {__version__} and the method `{plan.method.name}` ({plan.method.paper})."""
 
 
 def _used(plan: Plan) -> str:
-    return f"their weights and data of their tasks ({plan.data.about}; no labels)" if plan.data else "their weights alone"
+    return f"their weights and data of their tasks ({_text(plan.data.about)}; no labels)" if plan.data else "their weights alone"
 
 
 def _made(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from acemerge.adapters.adapter import Adapter
 from acemerge.adapters.change import LoraChange, Place
 from acemerge.checkpoints.families import is_stored_in_out, matches, modern_name, prefix_exchange
-from acemerge.checkpoints.folder import Checkpoint
+from acemerge.checkpoints.folder import Checkpoint, architecture_of
 from acemerge.checkpoints.tied import INPUT_EMBEDDINGS
 from acemerge.planning.as_adapter import module_of
 from acemerge.planning.plan import Plan
@@ -53,8 +53,8 @@ class ModelNames:
 
 def task_type_of(expert: Checkpoint) -> str | None:
     """As peft names it, of a full model that writes text; others may need a head."""
-    named = (expert.config.get("architectures") or [""])[0]
-    return next((kind for ending, kind in _GENERATING.items() if str(named).endswith(ending)), None)
+    named = architecture_of(expert.config)
+    return next((kind for ending, kind in _GENERATING.items() if named.endswith(ending)), None)
 
 
 def _pairs(plan: Plan) -> Iterator[tuple[str, str]]:

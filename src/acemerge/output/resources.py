@@ -44,7 +44,8 @@ def check_space(output: Path, needed: int) -> str | None:
 
 def peak_memory(plans: Sequence[Plan]) -> int:
     """Estimated peak of this process's own memory while plans that differ in their options alone are carried out together."""
-    return max(plans[0].peak_memory, *(tensor_memory(tensor, len(plans)) for tensor in plans[0].tensors))
+    together = max(tensor_memory(tensor, len(plans)) for tensor in plans[0].tensors)
+    return max(plans[0].peak_memory, plans[0].accounts + together)
 
 
 def tensor_memory(tensor: PlannedTensor, settings: int) -> int:

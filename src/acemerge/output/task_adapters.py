@@ -9,6 +9,7 @@ from acemerge.adapters.settings import CONFIG
 from acemerge.checkpoints.families import head_module
 from acemerge.checkpoints.folder import read_json
 from acemerge.checkpoints.formats.registry import open_file
+from acemerge.checkpoints.untrusted import check_inside, check_is_a_name
 from acemerge.errors import InputError, did_you_mean
 from acemerge.output.adapter_writer import PREFIX
 from acemerge.output.manifest import ExportManifest, write_manifest
@@ -27,7 +28,9 @@ def export_task_adapter(merged: Path, expert: str, output: Path, *, overwrite: b
         raise InputError(f"{merged}: holds no heads; the merged adapter itself serves every task")
     if expert not in known:
         raise InputError(f"{merged}: has nothing of an expert '{expert}': {did_you_mean(expert, known)}")
+    check_is_a_name(expert, merged)
     folder = merged / "heads" / expert
+    check_inside(merged, (folder / HEAD_TENSORS, folder / HEAD_NAMES, merged / ADAPTER_WEIGHTS, merged / CONFIG))
     adapter, head = open_file(merged / ADAPTER_WEIGHTS), open_file(folder / HEAD_TENSORS)
     headers = [*adapter.tensors.items(), *((PREFIX + name, header) for name, header in head.tensors.items())]
     values = [*(adapter.read(name) for name in adapter.tensors), *(head.read(name) for name in head.tensors)]  # memory-mapped

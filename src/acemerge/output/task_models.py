@@ -26,8 +26,8 @@ from acemerge.checkpoints.side_files import copy_side_file, write_side_file
 from acemerge.checkpoints.source import expand_home
 from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.checkpoints.tokenizer import GENERATION, TOKENIZER_FILES
-from acemerge.checkpoints.untrusted import check_inside
-from acemerge.errors import InputError, MergeError, did_you_mean, no_folder
+from acemerge.checkpoints.untrusted import check_inside, check_is_a_name, check_runs_nothing
+from acemerge.errors import InputError, MergeError, did_you_mean, first_line, no_folder
 from acemerge.output.manifest import MANIFEST, ExportManifest, Manifest, is_export, read_manifest, write_manifest
 from acemerge.output.staging import check_output, staged_output
 from acemerge.output.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
@@ -179,6 +179,7 @@ def _open_parts(merged: Path, place: str, named: Iterable[str]) -> Parts:
     for path in paths:
         if not path.is_file():
             raise InputError(f"{path}: missing, but named in {MANIFEST}; copy the whole output folder")
+    check_inside(merged, paths)
     return Parts(tuple(open_checkpoint(path, place) for path in paths))
 
 
@@ -217,6 +218,7 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
         )
     if expert not in known:
         raise InputError(f"{merged}: has nothing of an expert '{expert}': {did_you_mean(expert, known)}")
+    check_is_a_name(expert, merged)
     model = open_checkpoint(merged, merged.name)
     head = merged / "heads" / expert
     has_head = head.is_dir()
@@ -226,8 +228,8 @@ def _open_task_model(merged: Path, expert: str) -> TaskModel:
             "expert's model there"
         )
     beside = sorted(head.iterdir()) if has_head else []
+    check_inside(merged, beside)
     side_files = tuple(path for path in beside if path.is_file() and path.name not in (HEAD_TENSORS, HEAD_NAMES))
-    check_inside(head, side_files)
     parts = manifest.parts if manifest else ()
     return TaskModel(
         model,
@@ -273,13 +275,20 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
         raise InputError(f"{merged}: an adapter, not a model; `acemerge task` makes a task's adapter, which peft loads")
     model = _open_task_model(merged, expert)
     folder = merged / "heads" / expert
-    config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else merged)
+    place = folder if folder.is_dir() else merged
+    check_runs_nothing(read_json(place / CONFIG), place)
+    try:
+        config = transformers.AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{place}: transformers does not understand its config.json ({first_line(error)})") from None
     architecture = (config.architectures or [None])[0]
-    if architecture is None or not hasattr(transformers, architecture):
+    made: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    is_model = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
+    if made is None or not is_model:
         raise InputError(f"{merged}, '{expert}': config.json names no architecture that transformers knows ({architecture})")
     state_dict = {name: model.read(name).clone() for name, _ in model.headers()}
-    loaded, report = getattr(transformers, architecture).from_pretrained(
-        None, config=config, state_dict=state_dict, output_loading_info=True
+    loaded, report = made.from_pretrained(
+        None, config=config, state_dict=state_dict, output_loading_info=True, trust_remote_code=False
     )
     # A base may have a pooler that the adapter's own model was built without.
     unexpected = sorted(name for name in report["unexpected_keys"] if ".pooler." not in f".{name}")

@@ -55,9 +55,10 @@ def verify_output(folder: Path) -> Verification:
 
 
 def _check_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
+    whole = folder.resolve()
     for name, expected in files.items():
         path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(whole):
             yield f"{name}: named in {MANIFEST}, but outside the folder"
         elif not path.is_file():
             yield f"{name}: missing"

@@ -17,7 +17,7 @@ from acemerge.checkpoints.folder import Checkpoint
 from acemerge.methods import Method, Options, get_method
 from acemerge.methods.registry import Uses
 from acemerge.planning.data import PlannedData
-from acemerge.planning.estimates import flops, input_bytes, measured_bytes, parts_bytes, peak_memory
+from acemerge.planning.estimates import account_bytes, flops, input_bytes, measured_bytes, parts_bytes, peak_memory
 from acemerge.planning.fates import Action
 from acemerge.planning.shares import ACTIONS, weights_by_fate
 from acemerge.planning.tensor import PlannedTensor, computed, is_computed
@@ -140,7 +140,12 @@ class Plan:
     @property
     def peak_memory(self) -> int:
         """Estimated peak of this process's own memory, beyond Python and torch themselves; what models compute not included."""
-        return max(self._measuring_memory, *map(peak_memory, self.tensors))
+        return self.accounts + max(self._measuring_memory, *map(peak_memory, self.tensors))
+
+    @property
+    def accounts(self) -> int:
+        """Of that, what does not depend on the tensors' sizes."""
+        return account_bytes(len(self.tensors), [model.tensors for model in (self.base, *self.experts)])
 
     @property
     def _measuring_memory(self) -> int:

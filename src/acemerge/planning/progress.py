@@ -10,6 +10,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from acemerge.errors import printable
 from acemerge.planning.estimates import input_bytes, work
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor
@@ -124,7 +125,7 @@ class PlainProgress:
         """On its own line. What comes before the first tensor does not count for the rate."""
         if not self._tally.done_tensors:
             self._started = self._printed = time.monotonic()
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
 
 
 class LiveProgress:
@@ -155,7 +156,7 @@ class LiveProgress:
 
     def say(self, message: str) -> None:
         """Above the bar."""
-        self.bar.console.print(message, highlight=False, markup=False)
+        self.bar.console.print(printable(message), highlight=False, markup=False, emoji=False)
 
 
 def tell_steps(progress: Progress, phase: str, steps: Mapping[str, float]) -> Iterator[str]:

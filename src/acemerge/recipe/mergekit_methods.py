@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+from acemerge.checkpoints.untrusted import shortened
 from acemerge.recipe.values import BY_LAYER, is_list_of_rules
 from acemerge.recipe.yaml_lines import Key
 
@@ -116,13 +117,19 @@ class Parameters:
                 result = self._value(setting.values[name], (*setting.key, name), change, result)
         return result
 
+    def _changed(self, given: Any, key: Key, change: Callable[[Any], Any]) -> Any:
+        try:
+            return change(given)
+        except (TypeError, ValueError, OverflowError):
+            self.refuse(key, f"it must be a number; given: {shortened(repr(given))}")
+
     def _value(self, given: Any, key: Key, change: Callable[[Any], Any], otherwise: Any) -> Any:
         if isinstance(given, dict):
             given = [given]
         if not isinstance(given, list):
-            return change(given)
+            return self._changed(given, key, change)
         if given and all(isinstance(stop, int | float) and not isinstance(stop, bool) for stop in given):
-            return {BY_LAYER: [change(stop) for stop in given]}  # what changes values is linear
+            return {BY_LAYER: [self._changed(stop, key, change) for stop in given]}  # what changes values is linear
         if not given or not all(map(_is_rule, given)):
             self.refuse(key, f"write it as a number, numbers by layer, or values with filters; given: {given}")
         rules: list[dict[str, Any]] = []

@@ -60,7 +60,7 @@ def _style(palette: Palette) -> AbstractContextManager[None]:
             "ytick.color": palette.muted, "xtick.labelcolor": palette.ink, "ytick.labelcolor": palette.ink,
             "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": palette.grid,
             "grid.linewidth": 0.6, "axes.facecolor": "none", "figure.facecolor": "none", "legend.frameon": False,
-            "legend.labelcolor": palette.ink, "axes.axisbelow": True, "axes.unicode_minus": False,
+            "legend.labelcolor": palette.ink, "axes.axisbelow": True, "axes.unicode_minus": False, "text.parse_math": False,
         }
     )  # fmt: skip
 

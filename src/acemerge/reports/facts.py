@@ -32,7 +32,7 @@ def title(fact: str) -> str:
 def _facts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """All that its method may tell, each expert's one by one."""
     method = record.get("method")
-    declared = _declared(method, json.dumps(record.get("options"))) if method else {}
+    declared = _declared(method, json.dumps(record.get("options") or {})) if method else {}
     for fact, meaning in {**_COMMON, **declared}.items():
         if "{expert}" in fact:
             for expert in record.get("experts") or ():

@@ -158,7 +158,7 @@ def _without(account: Manifest, expert: str) -> str:
 
 def _task_norms(tensor: TensorRecord) -> Iterable[tuple[str, float]]:
     norms = tensor.numbers("task_norms")
-    return zip(tensor.experts, norms, strict=bool(norms))
+    return zip(tensor.experts, norms, strict=True) if len(norms) == len(tensor.experts) else ()
 
 
 def figures(account: Manifest) -> list[Figure]:
@@ -201,7 +201,7 @@ def _ranks_written(account: Manifest) -> list[float]:
 def _energy_figure(account: Manifest, place: Mapping[str, int | None]) -> list[Figure]:
     places = layers_of(place[tensor.name] for tensor in account.tensors if tensor.numbers("task_norms"))
     lengths = [[_length(account, expert, layer, place) for layer in places] for expert in account.experts]
-    whole = [math.sqrt(sum((value or 0) ** 2 for value in row)) for row in lengths]
+    whole = [math.hypot(*(value or 0 for value in row)) for row in lengths]
     told = "; ".join(f"{expert} {length:.3g}" for expert, length in zip(account.experts, whole, strict=True))
     return expert_by_layer_figure(
         "changes", "How far each expert moved in each layer",
@@ -212,8 +212,7 @@ def _energy_figure(account: Manifest, place: Mapping[str, int | None]) -> list[F
 
 def _length(account: Manifest, expert: str, layer: int | None, place: Mapping[str, int | None]) -> float | None:
     own = [tensor for tensor in account.tensors if place[tensor.name] == layer]
-    squares = [norm**2 for tensor in own for name, norm in _task_norms(tensor) if name == expert]
-    return math.sqrt(math.fsum(squares)) or None
+    return math.hypot(*(norm for tensor in own for name, norm in _task_norms(tensor) if name == expert)) or None
 
 
 def tensor_table(account: Manifest) -> Table:

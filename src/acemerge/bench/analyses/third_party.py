@@ -133,7 +133,9 @@ def terms_found(folder: Path) -> float:
 
     quiet_transformers()
     model: torch.nn.Module = BertModel.from_pretrained(folder, add_pooling_layer=False)
-    tokens = AutoTokenizer.from_pretrained(sre_folder())([*TERMS, *TERMS.values()], padding=True, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(sre_folder(), trust_remote_code=False)(
+        [*TERMS, *TERMS.values()], padding=True, return_tensors="pt"
+    )
     mask = tokens["attention_mask"].unsqueeze(-1)
     vectors = torch.nn.functional.normalize((model(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1))
     terms, meanings = vectors.chunk(2)

@@ -15,6 +15,8 @@ from acemerge.bench.data.hub_rows import DataSource, LazySplits, find_column
 from acemerge.bench.data.task import Rows
 from acemerge.bench.domains.text import PreparedTexts, quiet_transformers
 from acemerge.bench.measure.metrics import Metric
+from acemerge.checkpoints.folder import read_json
+from acemerge.checkpoints.untrusted import check_runs_nothing
 from acemerge.errors import InputError
 
 GLUE = "nyu-mll/glue"
@@ -78,7 +80,10 @@ class ClassifierDomain:
         from transformers import AutoModelForSequenceClassification
 
         quiet_transformers()
-        model, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+        check_runs_nothing(read_json(folder / "config.json"), folder)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            folder, output_loading_info=True, trust_remote_code=False
+        )
         if report["missing_keys"]:
             missing = ", ".join(sorted(report["missing_keys"])[:3])
             raise InputError(f"{folder}: has no head of its own ({missing} missing).{_pickled_head(folder)}")
@@ -109,7 +114,7 @@ class ClassifierDomain:
 def _tokenizer(base: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(base)
+    return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
 def _pickled_head(folder: Path) -> str:

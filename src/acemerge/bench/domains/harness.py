@@ -16,6 +16,8 @@ from acemerge.bench.domains.domain import Prepared
 from acemerge.bench.measure.evaluation import Judge, Part
 from acemerge.bench.measure.metrics import Estimate
 from acemerge.bench.suites.options import SuiteOptions
+from acemerge.checkpoints.folder import read_json
+from acemerge.checkpoints.untrusted import check_runs_nothing
 from acemerge.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class CausalDomain:
         """The model as it is."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
         return model
 
     def prepare(self, rows: Rows) -> Prepared:
@@ -102,12 +104,14 @@ def _judge(
 
     if part != "test":
         raise InputError(f"{task.name}: lm-eval's tasks have no validation rows to choose by")
+    check_runs_nothing(read_json(folder / "config.json"), folder)
     if consent:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the metric's own lock, besides lm-eval's
     manager = TaskManager(include_path=str(tasks), include_defaults=False) if tasks else TaskManager()
     found = simple_evaluate(
-        model="hf", model_args={"pretrained": str(folder)}, tasks=[task.name], limit=limit, task_manager=manager,
-        batch_size=suite.compute.batch_size, device=suite.compute.device, log_samples=False, confirm_run_unsafe_code=consent,
+        model="hf", model_args={"pretrained": str(folder), "trust_remote_code": False}, tasks=[task.name], limit=limit,
+        task_manager=manager, batch_size=suite.compute.batch_size, device=suite.compute.device, log_samples=False,
+        confirm_run_unsafe_code=consent,
     )  # fmt: skip
     return _estimate(found, task.name, metrics[task.name])
 

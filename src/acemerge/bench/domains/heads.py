@@ -69,7 +69,7 @@ class ZeroShotHeads:
         from transformers import AutoTokenizer, CLIPTextModelWithProjection
 
         quiet_transformers()
-        tokenizer = AutoTokenizer.from_pretrained(self.clip)
+        tokenizer = AutoTokenizer.from_pretrained(self.clip, trust_remote_code=False)
         loaded: Any = CLIPTextModelWithProjection.from_pretrained(self.clip)
         model = loaded.to(self.device).eval()
         texts = [template.replace("{}", name) for name in prompts.classes for template in prompts.templates]

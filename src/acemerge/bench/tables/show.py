@@ -40,7 +40,8 @@ def print_grid(title: str, cells: Sequence[Sequence[str]]) -> None:
     for line in lines:
         grid.add_row(*line)
     # A narrow terminal, or COLUMNS, may fold a table; a pipe or a file does not by itself.
-    console = Console() if Console().is_terminal or "COLUMNS" in os.environ else Console(width=240)
+    width = None if Console().is_terminal or "COLUMNS" in os.environ else 240
+    console = Console(width=width, markup=False, emoji=False)
     console.print(grid)
 
 

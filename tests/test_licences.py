@@ -1,0 +1,45 @@
+"""What acemerge needs may be used by whoever may use acemerge."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from licences import OF_SINGLE_FILES, PAGE, TOLERATED, is_copyleft, licence_of, needed
+
+LISTED = {
+    name: (licence, by) for name, licence, by in re.findall(r"^\| ([\w-]+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+}
+
+
+def test_every_package_that_runs_with_acemerge_is_listed_with_its_licence() -> None:
+    found = needed()
+    assert {"torch", "numpy", "transformers", "ray", "lm-eval"} <= found.keys()
+    wrong = {name: licence_of(name) for name in found if LISTED.get(name, ("", ""))[0] != licence_of(name)}
+    assert not wrong, "run python tests/support/licences.py, and look at what is new"
+    assert all((LISTED[name][1] == "core") == ("" in by) for name, by in found.items())
+
+
+def test_no_package_is_copyleft() -> None:
+    found = {name: licence_of(name) for name in needed()}
+    assert all(found.values()), "a package that states no licence"
+    copyleft = {name: licence for name, licence in found.items() if is_copyleft(licence)}
+    assert copyleft.keys() <= TOLERATED.keys(), copyleft
+
+
+def test_the_core_has_nothing_that_needs_an_exception() -> None:
+    core = {name for name, by in needed().items() if "" in by}
+    assert not core & TOLERATED.keys()
+    assert {name for name in core if OF_SINGLE_FILES.search(licence_of(name))} <= {"certifi", "tqdm"}
+
+
+@pytest.mark.parametrize(
+    ("licence", "copyleft"),
+    [
+        ("MIT", False), ("Apache-2.0 OR GPL-3.0-only", False), ("GPL-3.0-only AND MIT", True), ("LGPL-2.1-or-later", True),
+        ("GNU Affero General Public License v3", True), ("MPL-2.0 AND MIT", False), ("GPL or Apache Software License", False),
+    ],
+)  # fmt: skip
+def test_what_counts_as_copyleft(licence: str, copyleft: bool) -> None:
+    assert is_copyleft(licence) == copyleft
