@@ -12,7 +12,7 @@ def verbs(listing: str) -> list[str]:
 
 
 def test_help_of_every_verb_fits_80_columns_and_cuts_nothing(run: Command) -> None:
-    pages = {(): run("--help")[1]}
+    pages: dict[tuple[str, ...], str] = {(): run("--help")[1]}
     pages |= {(verb,): run(verb, "--help")[1] for verb in verbs(pages[()])}
     pages |= {(group, verb): run(group, verb, "--help")[1] for group in ("bench", "recipe") for verb in verbs(pages[(group,)])}
     assert len(pages) > 40
