@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import acemerge
 from acemerge.adapters.adapter import is_adapter
@@ -133,6 +135,22 @@ def test_one_peft_adapter_out(bases: Bases, tmp_path: Path) -> None:
     expected = [read(base, adapter)[1] for adapter in adapters]
     for name, change in found.items():
         assert (change - (expected[0][name] + expected[1][name]) / 2).abs().max() <= 1e-5, name
+
+
+def test_the_adapter_written_has_the_names_of_the_base_not_of_the_trainer(bases: Bases, tmp_path: Path) -> None:
+    base = bases(LLAMA)
+    adapters = [
+        mlx(tmp_path / str(seed), {f"language_model.{key}": value for key, value in factors(base, seed=seed).items()})
+        for seed in (1, 2)
+    ]
+    acemerge.merge(base, adapters, tmp_path / "out", method="average", save_as="adapter", quiet=True)
+    written = open_checkpoint(tmp_path / "out" / "adapter_model.safetensors", "out").tensors
+    assert {name.rsplit(".lora_")[0] for name in written} == {f"base_model.model.{module}" for module in (Q, DOWN)}
+    model = AutoModelForCausalLM.from_pretrained(base)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    merged = PeftModel.from_pretrained(model, str(tmp_path / "out")).merge_and_unload().state_dict()
+    changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
+    assert changed == {f"{Q}.weight", f"{DOWN}.weight"}
 
 
 def test_another_process_reads_the_same(bases: Bases, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from acemerge.adapters.mlx import is_mlx, read_mlx
 from acemerge.adapters.module import LoraModule, unknown_kind
 from acemerge.adapters.parameters import changes_of_parameters
 from acemerge.adapters.settings import CONFIG, EXPAND, read_settings
+from acemerge.adapters.translated import Translated
 from acemerge.checkpoints.change import Change
 from acemerge.checkpoints.families import Family, align_names, is_output_layer, is_task_head, prefix_exchange
 from acemerge.checkpoints.file_stamp import FileStamp
@@ -110,18 +111,21 @@ def open_adapter(path: Path, name: str, base: Checkpoint, family: Family) -> Ada
     names = _names_in_base(base, own_headers)
     _leave_out_copies(wholes, lora, names, stored, base)
     lora = _without_idle(lora, names, stored, base)
+    of_other_trainer = isinstance(stored, Translated)  # whose names are no modules of transformers' model; the base's are
     changes: dict[str, Change] = dict(parameters)
     headers = {names[own]: stored.tensors[key] for own, key in wholes.items()}
     headers |= {name: TensorHeader("float32", base.tensors[name].shape) for name in parameters}
     for module in lora:
         ours = names[module.weight]
         change = module.change(stored.read_unchanged, ours, base, family)
+        if of_other_trainer:
+            change = replace(change, module=ours.removesuffix(".weight"))
         changes[ours], headers[ours] = change, TensorHeader(module.header.dtype, change.shape)
         if module.bias is not None:
             bias = ours.removesuffix("weight") + "bias"
             changes[bias], headers[bias] = module.bias_change(stored.read_unchanged), stored.tensors[module.bias]
     whole_keys = {names[own]: key for own, key in wholes.items()}
-    own_names = {ours: own for own, ours in names.items()} | {name: name for name in parameters}
+    own_names = {ours: ours if of_other_trainer else own for own, ours in names.items()} | {name: name for name in parameters}
 
     def read(tensor: str) -> Tensor:
         """The whole value, also of what is given as a change: for a head, which is never merged."""
