@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from acemerge.errors import InputError, MergeError
 from acemerge.execute import shard
 from acemerge.execute.opening import find_sources, make_plan
 from acemerge.execute.pipeline import run_merge
+from acemerge.output.input_hashes import InputHashes
 from acemerge.output.manifest import read_merge
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor
@@ -28,7 +28,7 @@ from acemerge.recipe.run_options import RunOptions
 from acemerge.tensors.merging import merge_tensor
 from acemerge.tensors.results import MergedTensor
 from child import in_child
-from interruption import one_by_one, stop_at
+from interruption import interrupt, one_by_one, stop_at
 from merging_child import merge_command, merged_bytes
 from small_models import Models, write_model
 
@@ -119,21 +119,17 @@ def edit_silently(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def interrupt(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
-    def slow_enough(plan: Plan, planned: PlannedTensor, device: torch.device, statistics: object) -> MergedTensor:
-        time.sleep(0.05)  # the hashes on the side must be there when the shard is
-        return stop_at("layers.1.weight", [])(plan, planned, device, statistics)
-
+def interrupt_hashed(models: Models, output: Path, monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
+    """When the hashes on the side are there, however busy the machine is."""
     with monkeypatch.context() as patched:
-        patched.setattr(shard, "merge_tensor_at_points", one_by_one(slow_enough))
-        with pytest.raises(KeyboardInterrupt):
-            acemerge.merge(models.base, models.experts, output, shard_size="1kB", **options)  # type: ignore[arg-type]
+        patched.setattr(InputHashes, "known", InputHashes.all)
+        interrupt(models, output, monkeypatch, **options)
 
 
 def test_verify_notices_an_input_that_only_its_content_betrays(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt(models, tmp_path / "out", monkeypatch, verify=True)
+    interrupt_hashed(models, tmp_path / "out", monkeypatch, verify=True)
     edit_silently(models.experts[0] / "model.safetensors")
     acemerge.merge(models.base, models.experts, tmp_path / "fresh", shard_size="1kB")
     acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", verify=True)
@@ -143,7 +139,7 @@ def test_verify_notices_an_input_that_only_its_content_betrays(
 def test_without_verify_such_an_input_is_noticed_before_publishing(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt(models, tmp_path / "out", monkeypatch)
+    interrupt_hashed(models, tmp_path / "out", monkeypatch)
     edit_silently(models.experts[0] / "model.safetensors")
     with pytest.raises(MergeError, match="not what the interrupted run read"):
         acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB")
@@ -164,7 +160,7 @@ def test_a_header_counts_even_where_the_plan_does_not_use_it(models: Models) -> 
 
 
 def test_verify_reuses_shards_of_the_same_bytes(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt(models, tmp_path / "out", monkeypatch)
+    interrupt_hashed(models, tmp_path / "out", monkeypatch)
     calls: list[str] = []
     monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(stop_at("", calls)))
     acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", verify=True)
@@ -180,7 +176,7 @@ def test_what_became_of_an_interrupted_run_is_said(
         ({"resume": False}, "starting over, as"),
     ]
     for options, said in cases:
-        interrupt(models, tmp_path / "out", monkeypatch)
+        interrupt_hashed(models, tmp_path / "out", monkeypatch)
         acemerge.merge(models.base, models.experts, tmp_path / "out", shard_size="1kB", quiet=False, **options)
         assert said in capsys.readouterr().err
         shutil.rmtree(tmp_path / "out")

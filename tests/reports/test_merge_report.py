@@ -12,6 +12,7 @@ import torch
 import acemerge
 import lora_zoo
 import model_zoo
+from acemerge.methods.ace_auto import REACH
 from acemerge.output.manifest import MANIFEST, read_merge
 from acemerge.output.verify import verify_output
 from acemerge.reports.merge_report import findings, merge_page
@@ -101,7 +102,7 @@ def test_an_idle_expert_is_named(tmp_path: Path) -> None:
     model_zoo.rewrite(base, tmp_path / "idle", lambda tensors: tensors)
     acemerge.merge(base, [*experts, tmp_path / "idle"], tmp_path / "out")
     (finding,) = [finding for finding in findings(read_merge(tmp_path / "out")) if "'idle' changed nothing" in finding.text]
-    options = "-s alpha=1.0 -s power=0.25 -s reach=0.06 -s ridge=0.01"
+    options = f"-s alpha=1.0 -s power=0.25 -s reach={REACH} -s ridge=0.01"
     assert finding.command == f"acemerge merge base expert-0 -m ace_auto {options} -o again"
 
 

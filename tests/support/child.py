@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def fork(work: Callable[[], object], out: int, err: int) -> int:
         pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # what others left over is not ours to destroy: some of it (Ray's) waits for threads that a fork does not copy
     code = 70
     try:
         os.dup2(out, 1)
