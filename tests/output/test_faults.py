@@ -47,7 +47,7 @@ def test_a_disk_that_fills_up(models: Models, tmp_path: Path, size: str) -> None
 
     code, err = on_a_disk(tmp_path / "disk", size, work)
     assert code == 1
-    assert f"{tmp_path}/disk/out: cannot be written (No space left on device). Nothing was published." in err
+    assert f"{tmp_path}/disk/out: cannot be written (No space left on device) and was not published." in err
 
 
 def test_a_disk_that_is_too_small_is_refused_before_any_work(models: Models, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_file_that_may_not_grow_further(models: Models, tmp_path: Path) -> Non
 
     code, err = ended_well(in_child(work))
     assert code == 1
-    assert "out: cannot be written (File too large). Nothing was published." in err
+    assert "out: cannot be written (File too large) and was not published." in err
     assert not list(tmp_path.glob("out*"))
 
 

@@ -18,7 +18,7 @@ from acemerge.cli.extract import extract_command
 from acemerge.cli.merge import merge_command
 from acemerge.cli.methods import methods_command
 from acemerge.cli.plan import plan_command
-from acemerge.cli.printing import leave_reader
+from acemerge.cli.printing import leave_reader, standard_output_to_the_end
 from acemerge.cli.process import (
     INTERRUPTED,
     INTERRUPTION,
@@ -108,7 +108,8 @@ def _run(interruption: Interruption) -> None:
     """The command, with every way it can end turned into an exit code and at most one message."""
     debug = "--debug" in sys.argv  # before or after the verb
     try:
-        app([argument for argument in sys.argv[1:] if argument != "--debug"])
+        with standard_output_to_the_end():
+            app([argument for argument in sys.argv[1:] if argument != "--debug"])
     except BrokenPipeError:
         leave_reader()
     except Exception as error:
@@ -117,7 +118,10 @@ def _run(interruption: Interruption) -> None:
         if debug:
             traceback.print_exc()
         print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
+        code = error.exit_code if isinstance(error, AcemergeError) else 1
+        if isinstance(error, AcemergeError) and error.ends_the_process:
+            os._exit(code)
+        sys.exit(code)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
             _leave_interrupted()

@@ -76,24 +76,21 @@ def diagnose_command(
     plan, more = planned_work(recipe, sources, candidates, quick=quick)
     with compute_threads(run.threads), show_progress(plan, quiet=run.quiet or as_json, more=more) as progress:
         found = measure(recipe, sources, progress, candidates=candidates, device=where, quick=quick)
+    written = [str(path) for path in (output, figures) if path]
+    if written:
+        _write(found, output, figures)
     if as_json:
         print_json(found.to_json())
     else:
         print_diagnosis(found)
-    if output or figures:
-        _write(found, output, figures, quiet=as_json)
+        if written:
+            print("wrote " + ", ".join(written))
     if verdict(findings(found))[0] == "stop":
         raise typer.Exit(DO_NOT_MERGE)
 
 
-def _write(found: Diagnosis, output: Path | None, figures: Path | None, *, quiet: bool) -> None:
+def _write(found: Diagnosis, output: Path | None, figures: Path | None) -> None:
     from acemerge.diagnosis.report import diagnosis_page
-    from acemerge.reports.page import save_figures, write_report
+    from acemerge.reports.page import write_page
 
-    page = diagnosis_page(found)
-    if output:
-        write_report(page, output)
-    if figures:
-        save_figures(page, figures)
-    if not quiet:
-        print("wrote " + ", ".join(str(path) for path in (output, figures) if path))
+    write_page(diagnosis_page(found), output, figures)

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from acemerge.bench.tables.tables import Table, as_cells, as_markdown, as_normalised_cells
+from acemerge.errors import AcemergeError
+from acemerge.output.whole_files import write_files
 
 
 def publish_table(table: Table, folder: Path, name: str) -> None:
@@ -45,8 +47,13 @@ def print_grid(title: str, cells: Sequence[Sequence[str]]) -> None:
 
 
 def write(folder: Path, name: str, texts: dict[str, str]) -> None:
-    """One file for each ending."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for ending, text in texts.items():
-        (folder / f"{name}.{ending}").write_text(text, encoding="utf-8")
-    print("written:", ", ".join(str(folder / f"{name}.{ending}") for ending in texts))
+    """One file for each ending: all of them, or none."""
+    files = {folder / f"{name}.{ending}": text for ending, text in texts.items()}
+    try:
+        write_files(files)
+    except OSError as error:
+        raise AcemergeError(
+            f"-o {folder}: cannot be written ({error.strerror}), and nothing was; make room or choose another place, then repeat "
+            "the command: what was measured is kept"
+        ) from None
+    print("written:", ", ".join(map(str, files)))
