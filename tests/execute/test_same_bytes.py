@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import acemerge
@@ -65,6 +65,8 @@ def test_an_interrupted_merge(case: Case, data: st.DataObject) -> None:
 @settings(max_examples=6)
 @given(cases)
 def test_the_point_of_a_sweep(case: Case) -> None:
+    """ACE's points share what they have in common, so that theirs are the same up to rounding: test_points_are_merges.py."""
+    assume(not case.method.startswith("ace"))
     with written(case) as (folder, models):
         alone = tree(case.merge(models, folder / "alone", alpha=0.5))
         alphas = {"alpha": [0.5, 1.5]}

@@ -42,7 +42,7 @@ from verbs import CACHE, CARELESS, VERBS, Verb
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 KILLED = (0, 3, 130, -signal.SIGKILL, -signal.SIGTERM)
 FAILED = (0, 1, 2, 3)
-SECONDS = 120
+SECONDS = 600
 PAGE = 4096
 MINE = "mine.txt"
 """A file of the user's beside the outputs."""
