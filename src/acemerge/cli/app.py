@@ -117,7 +117,7 @@ def _run(interruption: Interruption) -> None:
             _leave_interrupted()
         if debug:
             traceback.print_exc()
-        print(f"acemerge: error: {_explain(error)}", file=sys.stderr)
+        print(f"acemerge: error: {_explain(error)}", file=sys.stderr, flush=True)
         code = error.exit_code if isinstance(error, AcemergeError) else 1
         if isinstance(error, AcemergeError) and error.ends_the_process:
             os._exit(code)
