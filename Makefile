@@ -9,7 +9,7 @@ LOCK ?= requirements.lock
 # The same with the hashes of all but torch; empty where a lock has none. `make setup HASHES=` for an index with builds of its own.
 HASHES ?= $(wildcard $(LOCK:.lock=.hashes))
 
-.PHONY: help demo test check core lint types unit setup lock test-latest test-oldest test-install fuzz kill bench large clean
+.PHONY: help demo test check core lint types unit setup lock test-latest test-oldest test-install fuzz kill ray-deaths bench large clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -100,11 +100,12 @@ fuzz: setup  ## every parser guided by coverage, for FUZZ_SECONDS together (1800
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/pytest tests/test_fuzz.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=$(PROPERTY_EXAMPLES) $(BIN)/pytest -m hypothesis --ignore tests/test_fuzz.py
 
-kill: setup  ## kill a merge at every one of its file-system operations
-	for flags in "" "--overwrite" "--overwrite --no-exchange"; do \
-	  folder=$$(mktemp -d) && PYTHONPATH=tests/support $(BIN)/python tests/support/kill_harness.py $$folder/scene --every $$flags; \
-	  code=$$?; rm -rf "$$folder"; [ $$code = 0 ] || exit $$code; \
-	done
+kill: setup  ## disturb every verb: kill it at each operation on files, let each fail, fill its disk, close its output (KILL="--most 20")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/kill_harness.py $(KILL)
+
+RAY_RUNS ?= 50
+ray-deaths: setup  ## kill worker, raylet, head and driver of a merge on a cluster, RAY_RUNS times (50) in all
+	$(BIN)/python benchmarks/ray_deaths.py --runs $(RAY_RUNS)
 
 BENCHMARKS = ace_speed methods_speed sweep bandwidth growth end_to_end
 bench: setup  ## every quick benchmark in turn; MERGEKIT=ENV/bin/mergekit-yaml to compare with it too

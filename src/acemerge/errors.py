@@ -11,6 +11,8 @@ class AcemergeError(Exception):
     """Anything acemerge refuses to do, or could not do. `exit_code` is what the command line returns for it."""
 
     exit_code = 1
+    ends_the_process = False
+    """Whether the command line ends at once, because another library would hang or crash while Python cleans up."""
 
 
 class InputError(AcemergeError):

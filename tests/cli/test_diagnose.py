@@ -12,7 +12,7 @@ import torch
 
 import acemerge
 from acemerge.diagnosis.report import diagnosis_page
-from acemerge.reports.page import save_figures
+from acemerge.reports.page import write_page
 from command import Command
 from layered_models import layered
 from model_zoo import file_hashes, read_tensors
@@ -34,7 +34,7 @@ def test_diagnose_command(run: Command, tmp_path: Path) -> None:
     assert len(set(outline.ids)) == len(outline.ids)
     assert {path.suffix for path in (tmp_path / "f").iterdir()} == {".svg", ".png"}
     assert all("var(--" not in path.read_text() for path in (tmp_path / "f").glob("*.svg"))
-    save_figures(diagnosis_page(acemerge.diagnose(base, experts, candidates=["ace", "ace:alpha=0.5"])), tmp_path / "again")
+    write_page(diagnosis_page(acemerge.diagnose(base, experts, candidates=["ace", "ace:alpha=0.5"])), None, tmp_path / "again")
     assert file_hashes(tmp_path / "again") == file_hashes(tmp_path / "f"), "figures are the same every time"
     code, out, _ = run("diagnose", base, *experts, "--json", "--quick")
     assert code == 0

@@ -7,10 +7,11 @@ come last: a new worker imports torch, which takes longer than its work.
 import json
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -32,6 +33,7 @@ from acemerge.execute.ray_task import Part, write_shard
 from acemerge.planning.progress import Progress
 from data_statistics import write_rows
 from interruption import one_by_one, stop_at
+from random_models import DTYPES, Case
 from running import run_command
 from small_models import Models, merge_into_shards, tree, write_models
 
@@ -243,6 +245,29 @@ def test_interrupting_ends_the_workers_and_leaves_nothing(
         signal.signal(signal.SIGINT, handler)
     assert not list(tmp_path.glob("out*"))
     assert not is_alive(int(wait_for(tmp_path / "first")))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cluster_that_is_lost_is_named() -> None:
+    """Whole clusters are killed by benchmarks/ray_deaths.py."""
+    daemons = ray_engine.Daemons.of_this_machine()
+    daemons.check()
+    assert set(daemons.addresses) == {"head", "raylet of this machine"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    lost = replace(daemons, addresses={**daemons.addresses, "head": ("127.0.0.1", port)})
+    with pytest.raises(MergeError, match=rf"the head \(127\.0\.0\.1:{port}\) no longer answers .* nothing was published"):
+        lost.check()
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("seed", range(3))
+def test_random_models_have_the_bytes_of_a_local_merge(tmp_path: Path, seed: int) -> None:
+    shapes = tuple((4 + 5 * seed, 7 + i) for i in range(4))
+    case = Case((*shapes, (9,), ()), DTYPES[seed], 3, ("ace_auto", "tsv_m", "ties")[seed], seed)
+    models = case.write(tmp_path / "models")
+    local = tree(case.merge(models, tmp_path / "local"))
+    assert tree(case.merge(models, tmp_path / "ray", engine="ray")) == local
 
 
 def test_a_machine_without_acemerge_is_reported() -> None:

@@ -47,7 +47,7 @@ def test_a_disk_that_fills_up(models: Models, tmp_path: Path, size: str) -> None
 
     code, err = on_a_disk(tmp_path / "disk", size, work)
     assert code == 1
-    assert f"{tmp_path}/disk/out: cannot be written (No space left on device). Nothing was published." in err
+    assert f"{tmp_path}/disk/out: cannot be written (No space left on device) and was not published." in err
 
 
 def test_a_disk_that_is_too_small_is_refused_before_any_work(models: Models, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_file_that_may_not_grow_further(models: Models, tmp_path: Path) -> Non
 
     code, err = ended_well(in_child(work))
     assert code == 1
-    assert "out: cannot be written (File too large). Nothing was published." in err
+    assert "out: cannot be written (File too large) and was not published." in err
     assert not list(tmp_path.glob("out*"))
 
 
@@ -205,3 +205,26 @@ def test_the_unforeseen_is_one_sentence_too(models: Models, tmp_path: Path, monk
     assert code == 1
     assert "acemerge: error: unexpected ZeroDivisionError: division by zero; nothing was published. This is a bug" in err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_where_another_library_would_crash_the_process_ends_at_once(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LostError(MergeError):
+        ends_the_process = True
+
+    def lose(*_: object) -> MergedTensor:
+        raise LostError("the cluster is lost")
+
+    def work() -> None:
+        merge = merge_command(models, tmp_path / "out")
+        try:
+            merge()
+        finally:
+            os.write(2, b"not at once")
+
+    monkeypatch.setattr(shard, "merge_tensor_at_points", one_by_one(lose))
+    code, err = ended_well(in_child(work))
+    assert code == 1
+    assert "acemerge: error: the cluster is lost" in err
+    assert "not at once" not in err

@@ -11,12 +11,13 @@ import pytest
 import acemerge
 from acemerge.checkpoints.content_hash import file_hash
 from acemerge.diagnosis.report import diagnosis_page
-from acemerge.errors import InputError
+from acemerge.errors import AcemergeError, InputError
 from acemerge.output.manifest import MANIFEST, read_merge
 from acemerge.reports.merge_report import merge_page
-from acemerge.reports.page import write_report
+from acemerge.reports.page import write_page, write_report
 from layered_models import layered
 from outline import Outline
+from small_models import tree
 
 
 def test_the_page_is_one_file_that_loads_nothing(bert: Path, bert_report: Path) -> None:
@@ -74,9 +75,21 @@ def test_names_cannot_inject_anything(tmp_path: Path) -> None:
     assert Outline(html).tags.count("script") == 1
 
 
-def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, experts = layered(tmp_path, 1, 1)
     page = diagnosis_page(acemerge.diagnose(base, experts))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file, not a folder"):
         write_report(page, tmp_path / "file" / "report.html")
+    before, write = tree(tmp_path), Path.write_bytes
+
+    def until_it_is_full(path: Path, content: bytes) -> int:
+        if ".png" in path.name:
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", until_it_is_full)
+    with pytest.raises(AcemergeError, match=r"-o .*page.html and --figures .*: cannot be written \(No space left on device\)"):
+        write_page(page, tmp_path / "page.html", tmp_path / "figures")
+    assert tree(tmp_path) == before
+    assert not (tmp_path / "figures").exists()

@@ -19,6 +19,7 @@ from acemerge.cli.app import main
 
 _NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000
 CANNOT_MOUNT = 77
+CANNOT_FLUSH = 120
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,17 @@ def fork(work: Callable[[], object], out: int, err: int) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        os._exit(_flushed() or code)
+
+
+def _flushed() -> int:
+    """What Python does at its end: 0, or the exit code that it has for a standard output that takes no more."""
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+    except OSError:
+        return CANNOT_FLUSH
+    return 0
 
 
 def wait(pid: int) -> int:

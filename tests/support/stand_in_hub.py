@@ -29,6 +29,11 @@ class Hub:
     """Of the last commit."""
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A client that went away in the middle is no news."""
+
+
 @contextmanager
 def running_hub() -> Iterator[Hub]:
     hub = Hub()
@@ -69,7 +74,7 @@ def running_hub() -> Iterator[Hub]:
         def log_message(self, *_: object) -> None:
             """Nothing on standard error."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{server.server_port}"
     Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -20,7 +20,7 @@ from acemerge.cli.help_text import help_text
 from acemerge.cli.merge import merge_command
 from acemerge.cli.methods import methods_command
 from acemerge.cli.plan import plan_command
-from acemerge.cli.printing import leave_reader
+from acemerge.cli.printing import leave_reader, standard_output_to_the_end
 from acemerge.cli.process import (
     INTERRUPTED,
     INTERRUPTION,
@@ -128,7 +128,8 @@ def _run(interruption: Interruption) -> None:
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
         # Where one verb is asked for, the flags of all the others need not be made.
         chosen = _app_of(arguments[:1]) if arguments[:1] and arguments[0] in _VERBS else app
-        chosen(arguments)
+        with standard_output_to_the_end():
+            chosen(arguments)
     except BrokenPipeError:
         leave_reader()
     except Exception as error:
@@ -136,8 +137,11 @@ def _run(interruption: Interruption) -> None:
             _leave_interrupted()
         if debug:
             traceback.print_exc()
-        print(printable(f"acemerge: error: {_explain(error)}"), file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, AcemergeError) else 1)
+        print(printable(f"acemerge: error: {_explain(error)}"), file=sys.stderr, flush=True)
+        code = error.exit_code if isinstance(error, AcemergeError) else 1
+        if isinstance(error, AcemergeError) and error.ends_the_process:
+            os._exit(code)
+        sys.exit(code)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this
             _leave_interrupted()

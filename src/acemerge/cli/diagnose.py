@@ -94,11 +94,7 @@ def _write(found: Diagnosis, output: Path | None, figures: Path | None) -> list[
     if not (output or figures):
         return []
     from acemerge.diagnosis.report import diagnosis_page
-    from acemerge.reports.page import save_figures, write_report
+    from acemerge.reports.page import write_page
 
-    page = diagnosis_page(found)
-    if output:
-        write_report(page, output)
-    if figures:
-        save_figures(page, figures)
+    write_page(diagnosis_page(found), output, figures)
     return [path for path in (output, figures) if path]

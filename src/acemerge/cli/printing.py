@@ -42,6 +42,24 @@ def read_as_far_as_wanted() -> Iterator[None]:
         leave_reader()
 
 
+@contextmanager
+def standard_output_to_the_end() -> Iterator[None]:
+    """Where standard output cannot take what a command prints, say so; Python would, in its own words and after the end."""
+    ended: BaseException = SystemExit(0)
+    try:
+        yield
+    except BaseException as given:
+        ended = given
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        leave_reader()
+        went_well = isinstance(ended, SystemExit) and not ended.code
+        if not isinstance(error, BrokenPipeError) and (went_well or isinstance(ended, OSError)):
+            raise AcemergeError(f"standard output does not take what there is to say: {error.strerror}") from None
+    raise ended
+
+
 def print_json(content: Any) -> None:
     """Indented, all at once."""
     with read_as_far_as_wanted():

@@ -13,8 +13,8 @@ from threading import Event, Thread
 
 INTERRUPTED = 130
 INTERRUPTION = (
-    "acemerge: interrupted, nothing was published; repeat the command to go on: what a merge, a bench or an evaluation has "
-    "finished is not done again\n"
+    "acemerge: interrupted, nothing half-made was published; repeat the command to go on: what a merge, a bench or an evaluation "
+    "has finished is not done again\n"
 )
 GRACE_SECONDS = 2.0
 

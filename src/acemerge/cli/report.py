@@ -28,14 +28,12 @@ def report_command(
     from acemerge.output.manifest import read_merge
     from acemerge.reports.figure import check_installed
     from acemerge.reports.merge_report import merge_page
-    from acemerge.reports.page import save_figures, write_report
+    from acemerge.reports.page import write_page
 
     check_installed()
     page = merge_page(read_merge(merged))
     whole = merged.resolve()
-    written = [write_report(page, output or whole.with_name(f"{whole.name}.html"))]
-    if figures:
-        save_figures(page, figures)
-        written.append(figures)
+    output = output or whole.with_name(f"{whole.name}.html")
+    write_page(page, output, figures)
     print_findings(page.level, page.verdict, page.findings)
-    print("wrote " + ", ".join(map(str, written)))
+    print("wrote " + ", ".join(str(path) for path in (output, figures) if path))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, with_flags, without
-from acemerge.cli.printing import print_json
+from acemerge.cli.printing import print_json, telling_of
 from acemerge.errors import InputError
 from acemerge.recipe.run_options import RunOptions
 
@@ -135,9 +135,10 @@ def sweep_command(
     else:
         grids = [Grid(*each) for each in zip(recipes, split, strict=True)]
         result = run_sweep(grids, output, run, options, relative_to=relative_to)
-    if as_json:
-        print_json(sweep_json(result))
-    elif not run.quiet:
-        print_sweep(result)
-    elif warned := sum(point.warnings > 0 for point in result.points):
+    with telling_of(output):
+        if as_json:
+            print_json(sweep_json(result))
+        elif not run.quiet:
+            print_sweep(result)
+    if run.quiet and not as_json and (warned := sum(point.warnings > 0 for point in result.points)):
         print(f"warning: {warned} of {len(result.points)} points have warnings; sweep.json counts them", file=sys.stderr)

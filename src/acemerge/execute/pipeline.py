@@ -32,7 +32,6 @@ from acemerge.recipe.recipe import Recipe
 from acemerge.recipe.run_options import RunOptions
 from acemerge.reports.figure import check_installed
 from acemerge.reports.merge_report import merge_page
-from acemerge.reports.page import write_report
 
 REPORT = "report.html"
 
@@ -202,7 +201,7 @@ class Executor:
 
 
 def _add_page(manifest: Manifest, folder: Path) -> None:
-    write_report(merge_page(manifest), folder / REPORT)
+    (folder / REPORT).write_text(merge_page(manifest).to_html(), encoding="utf-8")
 
 
 def _written(plan: Plan, staging: Staging) -> list[TensorRecord]:

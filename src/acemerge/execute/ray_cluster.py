@@ -6,13 +6,14 @@ task that was given up, because its machine seemed lost, can do no harm.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ TRIES = 4
 _PROCESS_MEMORY = 500_000_000  # bytes: Python and torch, before any tensor
 _OBJECT_STORE = 100_000_000  # bytes: no tensor goes through it
 _ENDING_SECONDS = _ANSWERING_SECONDS = 10.0
+_LISTENING_SECONDS = 1.0
 
 
 @contextmanager
@@ -61,16 +63,27 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         settings |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
     try:
         ray.init(address, **settings)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # Ray raises all kinds, the plainest where a machine is too busy to start it in time
+        ray.shutdown()
         reason = " ".join(str(error).split())
+        if address == "local":
+            raise MergeError(
+                f"--engine ray: no cluster could be started here ({reason}); nothing was published. Repeat the command when the "
+                "machine is less busy, or use --engine local"
+            ) from None
         raise InputError(
             f"--ray-address {address}: cannot be used as a Ray cluster ({reason}); one that asks for a token needs RAY_AUTH_MODE="
             "token and RAY_AUTH_TOKEN, as on its machines"
         ) from None
     try:
         yield
-    finally:
+    except ClusterLostError:
+        atexit.unregister(ray.shutdown)  # it would wait for what is gone, and end the process before it has said anything
+        raise
+    except BaseException:
         ray.shutdown()
+        raise
+    ray.shutdown()
 
 
 def _check_answers(address: str) -> None:
@@ -84,6 +97,39 @@ def _check_answers(address: str) -> None:
         raise InputError(
             f"--ray-address {address}: no Ray cluster answers there ({error}); `ray start --head` names it"
         ) from None
+
+
+class ClusterLostError(MergeError):
+    """A part of the cluster without which nothing goes on is gone: Ray would wait for it, then end the process without a word."""
+
+    ends_the_process = True
+
+
+@dataclass(frozen=True)
+class Daemons:
+    """What this process cannot do without: the cluster's head, and the raylet of its own machine."""
+
+    addresses: Mapping[str, tuple[str, int]]
+
+    @staticmethod
+    def of_this_machine() -> Daemons:
+        """Where they listen."""
+        context = ray.get_runtime_context()
+        host, _, port = context.gcs_address.rpartition(":")
+        here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        raylet = (here["NodeManagerAddress"], here["NodeManagerPort"])
+        return Daemons({"head": (host, int(port)), "raylet of this machine": raylet})
+
+    def check(self) -> None:
+        """Whether each of them still answers."""
+        for what, (host, port) in self.addresses.items():
+            try:
+                socket.create_connection((host, port), timeout=_ANSWERING_SECONDS).close()
+            except OSError as error:
+                raise ClusterLostError(
+                    f"--engine ray: the {what} ({host}:{port}) no longer answers ({error}); nothing was published. Repeat the "
+                    "command on a cluster that runs to go on, or with --engine local"
+                ) from None
 
 
 @dataclass(frozen=True)
@@ -127,12 +173,15 @@ class RayEngine:
         if len(work.shards) == 1:
             progress.say("one shard: one machine does all the work; a smaller --shard-size makes more shards")
         unseen = {tensor.name: tensor for shard in work.shards for tensor in work.plans[0].shards[shard]}
-        run = _Run(self, work, ray.put(self._packed_order(work)), progress, unseen)
+        run = _Run(self, work, ray.put(self._packed_order(work)), progress, unseen, Daemons.of_this_machine())
         try:
             for shard in work.shards:
                 run.start(shard)
             while run.tasks:
                 run.take_next()
+        except ClusterLostError:
+            run.tasks.clear()  # nobody is left to be told
+            raise
         finally:
             run.cancel()
 
@@ -165,6 +214,7 @@ class _Run:
     progress: Progress
     unseen: dict[str, PlannedTensor]
     """The tensors that the user has not been told of."""
+    daemons: Daemons
     tasks: dict[Any, Part] = field(default_factory=dict)
     """By the generator of their messages."""
     tries: Counter[str] = field(default_factory=Counter)
@@ -186,13 +236,16 @@ class _Run:
         self.tasks[messages] = part
 
     def take_next(self) -> None:
-        """Wait until one of the tasks has something to say."""
-        [messages], _ = ray.wait([*self.tasks], num_returns=1)
+        """Wait until one of the tasks has something to say, and the cluster lives."""
+        while not (ready := ray.wait([*self.tasks], num_returns=1, timeout=_LISTENING_SECONDS)[0]):
+            self.daemons.check()
+        [messages] = ready
         try:
             message: str | list[Record] = ray.get(next(messages))
         except RayTaskError as error:
             raise _as_locally(error) from error
         except RayError as error:
+            self.daemons.check()  # without them, starting anything waits for a minute
             self._start_again(self.tasks.pop(messages), error)
             return
         if isinstance(message, str):

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -44,7 +44,8 @@ def locked(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is ours: whoever has opened it meanwhile sees that it is gone, and starts over
+        with suppress(OSError):  # the next run takes what is left
+            path.unlink()  # while it is ours: whoever has opened it meanwhile sees that it is gone, and starts over
         lock.release()
 
 
@@ -56,7 +57,7 @@ def _is_empty_file(path: Path) -> bool:
 
 
 def publish(folder: Path, output: Path) -> Path | None:
-    """Move a finished folder to its place, durably; where the earlier output is now, if there was one."""
+    """Move a finished folder, whose files are on the disk, to its place; where the earlier output is now, if there was one."""
     _flush_to_disk(folder)
     earlier = None
     if not is_occupied(output):
@@ -67,7 +68,6 @@ def publish(folder: Path, output: Path) -> Path | None:
         earlier = replaced_folder(output)
         output.rename(earlier)
         folder.rename(output)
-    _flush(output.parent)
     return earlier
 
 
@@ -100,10 +100,11 @@ def _flush_to_disk(folder: Path) -> None:
     """So that after a power failure the published files hold what was written."""
     for path in [*folder.rglob("*"), folder]:
         if path.is_file() or path.is_dir():
-            _flush(path)
+            flush(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

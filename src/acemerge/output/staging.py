@@ -18,7 +18,7 @@ from acemerge.checkpoints.content_hash import has_hash
 from acemerge.errors import InputError, MergeError
 from acemerge.output.input_hashes import Hashes, InputHashes
 from acemerge.output.manifest import ShardRecord, files_below, own_files
-from acemerge.output.publishing import is_occupied, locked, publish, remove, replaced_folder
+from acemerge.output.publishing import flush, is_occupied, locked, publish, remove, replaced_folder
 from acemerge.output.whole_files import replace_file
 
 _STATE = ".acemerge-state.json"
@@ -85,7 +85,7 @@ class Staging:
         inputs = {model: {**files, **self.earlier_inputs.get(model, {})} for model, files in known.items()}
         finished = {shard: record.to_json() for shard, record in self.finished.items()}
         state = {"digest": self.digest, "finished": finished, "inputs": inputs}
-        with replace_file(self.folder / _STATE, alone=True) as staged:
+        with replace_file(self.folder / _STATE) as staged:
             staged.write_text(json.dumps(state))
 
     def reusable(self, shard: str) -> bool:
@@ -165,12 +165,14 @@ def staged_output(
             yield staging
         except BaseException:
             if not staging.finished:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # what made it fail may make this fail
             raise
         (folder / _STATE).unlink()
         earlier = publish(folder, output)
-        if earlier:
-            remove(earlier, _STATE)
+        with _explained_after_publishing(output):
+            flush(output.parent)
+            if earlier:
+                remove(earlier, _STATE)
 
 
 def withdraw(output: Path) -> None:
@@ -205,8 +207,20 @@ def _explained(output: Path) -> Iterator[None]:
         partial = partial_folder(output)
         kept = f" Finished shards are kept in {partial.name}, which needs room too." if partial.exists() else ""
         raise MergeError(
-            f"{output}: cannot be written ({error.strerror}). Nothing was published.{kept} Make room or choose another place, "
+            f"{output}: cannot be written ({error.strerror}) and was not published.{kept} Make room or choose another place, "
             "then repeat the command"
+        ) from None
+
+
+@contextmanager
+def _explained_after_publishing(output: Path) -> Iterator[None]:
+    """The same when the output is in its place already."""
+    try:
+        yield
+    except OSError as error:
+        raise MergeError(
+            f"{output}: was published, but then its disk failed ({error.strerror}); whether it is whole says `acemerge verify "
+            f"{output}`"
         ) from None
 
 

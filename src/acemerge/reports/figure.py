@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from acemerge.errors import InputError
@@ -62,13 +61,12 @@ class Figure:
         label = f'role="img" aria-label="{escape(self.alternative, quote=True)}"'
         return svg.replace("<svg", f"<svg {label}", 1)
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write it as .svg and .png."""
-        drawing = self.draw(FOR_FILES)
-        vector, pixels = folder / f"{self.name}.svg", folder / f"{self.name}.png"
-        vector.write_text(_svg(drawing, self.name), encoding="utf-8")
-        drawing.savefig(pixels, dpi=200, facecolor="white", metadata={"Software": None})
-        return [vector, pixels]
+    def files(self) -> dict[str, bytes]:
+        """As .svg and .png."""
+        drawing, pixels = self.draw(FOR_FILES), io.BytesIO()
+        vector = _svg(drawing, self.name).encode()
+        drawing.savefig(pixels, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+        return {f"{self.name}.svg": vector, f"{self.name}.png": pixels.getvalue()}
 
 
 def _svg(drawing: Drawing, salt: str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from acemerge.errors import InputError
-from acemerge.output.whole_files import check_writable, replace_file
+from acemerge.errors import AcemergeError, InputError
+from acemerge.output.whole_files import check_writable, write_files
 from acemerge.reports.figure import Figure
 from acemerge.version import __version__
 
@@ -188,21 +188,22 @@ def check_report(path: Path | None, figures: Path | None = None) -> None:
 
 
 def write_report(page: Page, path: Path) -> Path:
-    """The file appears when it is whole."""
-    check_report(path)
-    html = page.to_html()
-    try:
-        with replace_file(path) as staged:
-            staged.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"-o {path}: cannot be written: {error.strerror}") from None
+    """The page alone."""
+    write_page(page, path, None)
     return path
 
 
-def save_figures(page: Page, folder: Path) -> list[Path]:
-    """Every figure as a file of its own, .svg and .png."""
+def write_page(page: Page, path: Path | None, figures: Path | None) -> None:
+    """The page as a file, and every figure as .svg and .png in a folder: all of it, or nothing."""
+    check_report(path, figures)
+    contents: dict[Path, str | bytes] = {path: page.to_html()} if path else {}
+    if figures:
+        contents |= {figures / name: content for figure in page.figures for name, content in figure.files().items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return [path for figure in page.figures for path in figure.save(folder)]
+        write_files(contents)
     except OSError as error:
-        raise InputError(f"--figures {folder}: cannot be written: {error.strerror}") from None
+        asked = " and ".join([*([f"-o {path}"] if path else []), *([f"--figures {figures}"] if figures else [])])
+        raise AcemergeError(
+            f"{asked}: cannot be written ({error.strerror}), and nothing was; make room or choose another place, then repeat "
+            "the command"
+        ) from None

@@ -111,7 +111,7 @@ class Table(BaseModel):
 
     def write(self, folder: Path) -> None:
         """In one step: a reader sees the old table or the new."""
-        with replace_file(folder / TABLE, alone=True) as staged:
+        with replace_file(folder / TABLE) as staged:
             staged.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     def remove_if_empty(self, folder: Path) -> None:

@@ -22,12 +22,13 @@ from acemerge.bench.data.operations_terms import TERMS
 from acemerge.bench.data.packages import Package
 from acemerge.bench.domains.text import quiet_transformers
 from acemerge.bench.measure.evaluation import evaluate
-from acemerge.bench.measure.experts import Say, appearing
+from acemerge.bench.measure.experts import Say
 from acemerge.bench.measure.merging import merge_experts
 from acemerge.bench.measure.metrics import Accuracy, Estimate
 from acemerge.bench.suites.registry import Suite
 from acemerge.cache import cache_folder
 from acemerge.output.task_models import export_expert
+from acemerge.output.whole_files import replace_folder
 from acemerge.planning.kinship import RELATED
 
 SRE = Package(
@@ -60,7 +61,7 @@ def sre_folder() -> Path:
     """The third-party fine-tune as a folder."""
     folder = cache_folder() / "models" / "third-party" / "sre"
     if not folder.is_dir():
-        with appearing(folder) as staging:
+        with replace_folder(folder) as staging:
             for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
                 (staging / file).write_bytes(SRE.read(f"*/model_weights/{file}"))
     return folder

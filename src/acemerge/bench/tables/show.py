@@ -13,22 +13,26 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from acemerge.bench.tables.tables import Table, as_cells, as_markdown, as_normalised_cells
+from acemerge.errors import AcemergeError
+from acemerge.output.whole_files import write_files
 
 
 def publish_table(table: Table, folder: Path, name: str) -> None:
-    """Print it, and write it as JSON, Markdown and CSV."""
+    """Write it as JSON, Markdown and CSV, and print it."""
+    files = write(folder, name, {"json": table.to_json(), "md": table.to_markdown(), "csv": table.to_csv()})
     print_grid(table.title, as_cells(table.rows, table.others))
     if table.normalised:
         print_grid(f"{table.title}, in percent of the expert's score", as_normalised_cells(table.rows, table.others))
-    write(folder, name, {"json": table.to_json(), "md": table.to_markdown(), "csv": table.to_csv()})
+    _tell(files)
 
 
 def publish_grids(title: str, grids: Sequence[Sequence[Sequence[str]]], records: Any, folder: Path, name: str) -> None:
-    """Print tables of any kind, and write them as Markdown with all that was measured as JSON."""
+    """Write tables of any kind as Markdown, with all that was measured as JSON, and print them."""
+    markdown = "\n\n".join([f"# {title}", *map(as_markdown, grids)]) + "\n"
+    files = write(folder, name, {"json": json.dumps(records, indent=1) + "\n", "md": markdown})
     for cells in grids:
         print_grid(title, cells)
-    markdown = "\n\n".join([f"# {title}", *map(as_markdown, grids)]) + "\n"
-    write(folder, name, {"json": json.dumps(records, indent=1) + "\n", "md": markdown})
+    _tell(files)
 
 
 def print_grid(title: str, cells: Sequence[Sequence[str]]) -> None:
@@ -45,9 +49,18 @@ def print_grid(title: str, cells: Sequence[Sequence[str]]) -> None:
     console.print(grid)
 
 
-def write(folder: Path, name: str, texts: dict[str, str]) -> None:
-    """One file for each ending."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for ending, text in texts.items():
-        (folder / f"{name}.{ending}").write_text(text, encoding="utf-8")
-    print("written:", ", ".join(str(folder / f"{name}.{ending}") for ending in texts))
+def write(folder: Path, name: str, texts: dict[str, str]) -> list[Path]:
+    """One file for each ending: all of them, or none."""
+    files = {folder / f"{name}.{ending}": text for ending, text in texts.items()}
+    try:
+        write_files(files)
+    except OSError as error:
+        raise AcemergeError(
+            f"-o {folder}: cannot be written ({error.strerror}), and nothing was; make room or choose another place, then repeat "
+            "the command: what was measured is kept"
+        ) from None
+    return [*files]
+
+
+def _tell(files: Sequence[Path]) -> None:
+    print("written:", ", ".join(map(str, files)))
