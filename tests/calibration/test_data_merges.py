@@ -146,7 +146,7 @@ def test_a_single_expert(models_and_rows: ModelsAndRows, method: str, tmp_path: 
 
 
 def test_methods_say_what_they_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert DATA_METHODS == ["adamerging", "fisher", "regmean", "regmean_plusplus"]
+    assert DATA_METHODS == ["adamerging", "fisher", "mingle", "regmean", "regmean_plusplus"]
     assert command(monkeypatch, "methods", "--json") == 0
     listed = {record["name"]: record["uses"] for record in json.loads(capsys.readouterr().out)}
     assert {name for name, uses in listed.items() if uses == "data"} == set(DATA_METHODS)

@@ -97,8 +97,8 @@ def test_a_base_given_as_an_expert_is_told(models: Models, tmp_path: Path, run: 
     [line] = err.splitlines()
     assert line.startswith("warning: expert 'base' looks like the model that the others were made from")
     assert line.endswith("if it is the base, give it first")
-    code, out, _ = run("diagnose", first, models.base, second, "--quick", "-q")
-    assert (code, "Expert 'base' looks like the model that the others were made from" in out) == (0, True)
+    code, _, err = run("diagnose", first, models.base, second, "--quick", "-q")
+    assert (code, "Expert 'base' looks like the model that the others were made from" in err) == (0, True)
     assert run("merge", models.base, first, second, third, "-o", tmp_path / "right", "-q") == (0, "", "")
 
 
