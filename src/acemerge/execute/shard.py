@@ -26,9 +26,11 @@ from acemerge.planning.tensor import PlannedTensor, is_computed
 from acemerge.tensors.computing import TensorMerge
 from acemerge.tensors.factoring import merge_to_factors_at_points
 from acemerge.tensors.merging import merge_tensor_at_points
-from acemerge.tensors.results import MergedFactors, MergedTensor
+from acemerge.tensors.results import MergedFactors, MergedTensor, TensorFact
 from acemerge.tensors.task_vectors import prefetch
 
+_DIGITS = 12
+"""Of numbers that are told of a tensor."""
 Record = dict[str, Any]
 """What is noted of a finished shard: its hash, its parts' and what became of each of its tensors."""
 Result = MergedTensor | MergedFactors | None
@@ -130,12 +132,20 @@ def _add(outputs: Sequence[_Output], row: Sequence[PlannedTensor], sharing: Sequ
         outputs[index].add(row[index], merged, facts)
 
 
+def _repeatable(fact: TensorFact) -> TensorFact:
+    """Without the last digits: a BLAS library may find others for the same numbers at another place in memory."""
+    if isinstance(fact, float):
+        return float(f"{fact:.{_DIGITS}g}")
+    return [float(f"{number:.{_DIGITS}g}") for number in fact] if isinstance(fact, list) else fact
+
+
 def _facts(merged: Result) -> dict[str, Any]:
     """What a record says of a result, whichever settings it belongs to."""
     if merged is None:
         return {"active_experts": 0, "warnings": []}
     told = {"hash": tensor_hash(merged.value)} if isinstance(merged, MergedTensor) else {}
-    return {**merged.facts, "warnings": list(merged.warnings), **told}
+    facts = {name: _repeatable(fact) for name, fact in merged.facts.items()}
+    return {**facts, "warnings": list(merged.warnings), **told}
 
 
 def _in_file_order(plan: Plan, shard: str) -> Sequence[PlannedTensor]:
