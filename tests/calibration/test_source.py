@@ -29,7 +29,8 @@ def test_data_and_method_must_go_together(models: Models, tmp_path: Path) -> Non
     without = refusal(models, tmp_path)
     assert "method 'regmean' uses data of every expert's task besides the weights; pass --data with one of" in without
     needless = refusal(models, tmp_path, method="ace", data=rows)
-    assert "uses the weights alone; leave --data out, or choose one of adamerging, fisher, mingle, regmean, regmean_plusplus" in needless
+    choices = "adamerging, fisher, mingle, regmean, regmean_plusplus"
+    assert f"uses the weights alone; leave --data out, or choose one of {choices}" in needless
     by_rule = refusal(models, tmp_path, method="ace", tensors=[{"match": "*query*", "method": "regmean"}])
     assert "method 'regmean' uses data" in by_rule
 
