@@ -7,6 +7,7 @@ other, where a page that is gone ends the process.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from acemerge.checkpoints.file_stamp import FileStamp
@@ -31,7 +32,8 @@ class FileVector:
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
-            os.close(self._file)
+            with suppress(OSError):  # what was read was checked
+                os.close(self._file)
 
     def numel(self) -> int:
         """How many entries."""
