@@ -12,7 +12,7 @@ from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.formats.registry import Format, WeightsFile
 from acemerge.checkpoints.tensor_header import SAFETENSORS_DTYPES, TensorHeader
 from acemerge.checkpoints.untrusted import check_header_length, safetensors_header
-from acemerge.errors import InputError
+from acemerge.errors import InputError, first_line
 
 
 def _open(path: Path) -> WeightsFile:
@@ -25,6 +25,8 @@ def _open(path: Path) -> WeightsFile:
         names = sorted(header, key=lambda name: (header[name]["data_offsets"], name))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({error}). Download or save it again.") from None
+    except RuntimeError as error:  # torch's, of the system's failure to open, map or close it
+        raise InputError(f"{path}: cannot be read ({first_line(error)}); check that it is there and that you may read it") from None
     strange = next((name for name in names if header[name]["dtype"] not in SAFETENSORS_DTYPES), None)
     if strange is not None:
         raise InputError(f"{path}: tensor '{strange}' has dtype {header[strange]['dtype']}, which acemerge cannot read")
