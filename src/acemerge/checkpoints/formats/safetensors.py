@@ -25,9 +25,10 @@ def _open(path: Path) -> WeightsFile:
         names = sorted(header, key=lambda name: (header[name]["data_offsets"], name))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({error}). Download or save it again.") from None
-    except RuntimeError as error:  # torch's, of the system's failure to open, map or close it
-        why = first_line(error)
-        raise InputError(f"{path}: cannot be read ({why}); check that it is there and that you may read it") from None
+    except RuntimeError as error:  # torch's, of all that the system may refuse; too little memory is told by who asks for it
+        if "Input/output error" not in str(error):
+            raise
+        raise InputError(f"{path}: cannot be read ({first_line(error)}); the disk fails, copy the file elsewhere") from None
     strange = next((name for name in names if header[name]["dtype"] not in SAFETENSORS_DTYPES), None)
     if strange is not None:
         raise InputError(f"{path}: tensor '{strange}' has dtype {header[strange]['dtype']}, which acemerge cannot read")
