@@ -10,12 +10,10 @@ Experts of seed 0, trained if they are not there. What is done is kept, as in th
 from __future__ import annotations
 
 import argparse
-import statistics
-import tempfile
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from validation_scores import validation_scores
 
 import acemerge
 from acemerge.bench.measure.compare import describe_run, rows_of
@@ -25,16 +23,6 @@ from acemerge.bench.tables.show import publish_table
 from acemerge.bench.tables.tables import Table
 
 LEARNT = "learnt on unlabelled training rows"
-
-
-def validation_scores(suite: Suite, rows: int, merged: Path, settings: Mapping[str, Any]) -> dict[str, float]:  # noqa: ARG001
-    """The mean of the tasks' accuracies on validation rows, and each."""
-    scores = {}
-    for task in suite.tasks:
-        with tempfile.TemporaryDirectory() as folder:
-            model = acemerge.export_expert(merged, task.expert, Path(folder) / "model")
-            scores[task.name] = suite.judge(suite, model, task, "validation", rows, 0).share
-    return {"mean": statistics.fmean(scores.values()), **scores}
 
 
 def dynamic_fisher(suite: Suite, folder: Path, trials: int, rows: int) -> Candidate:

@@ -10,13 +10,13 @@ tries does not depend on where a score comes from.
 from __future__ import annotations
 
 import argparse
-import statistics
-import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from record import FOLDER, machine, save
+from validation_scores import validation_scores
 
 import acemerge
 from acemerge.bench.suites.registry import get_suite
@@ -29,20 +29,10 @@ ROWS = 100
 Point = tuple[float, ...]
 
 
-def evaluate(merged: Path, settings: Mapping[str, Any]) -> dict[str, float]:  # noqa: ARG001
-    """The mean of the tasks' accuracies, and each."""
-    suite = get_suite("text-8")
-    scores = {}
-    for task in suite.tasks:
-        with tempfile.TemporaryDirectory() as folder:
-            model = acemerge.export_expert(merged, task.expert, Path(folder) / "model")
-            scores[task.name] = suite.judge(suite, model, task, "validation", ROWS, 0).share
-    return {"mean": statistics.fmean(scores.values()), **scores}
-
-
 def grid_scores(folder: Path) -> dict[Point, float]:
     """Every point's mean accuracy."""
     suite = get_suite("text-8")
+    evaluate = partial(validation_scores, suite, ROWS)
     result = acemerge.sweep(suite.experts(0).base, suite.folders(0), folder, GRID, evaluate=evaluate, keep="none", **suite.merge)
     return {_key(point.settings): float(point.scores["mean"] or 0) for point in result.points if point.scores}
 
