@@ -18,7 +18,8 @@ def test_help_of_every_verb_fits_80_columns_and_cuts_nothing(run: Command) -> No
     assert len(pages) > 40
     for verb, page in pages.items():
         assert "…" not in page, verb
-        assert not re.search(r"\w\.\.\.$", page, re.M), verb  # a sentence that was cut
+        _, said = page.split("\n", 1)  # usage, where EXPERT... means several
+        assert not re.search(r"\w\.\.\.$", said, re.M), verb  # a sentence that was cut
         assert max(map(len, page.splitlines())) <= 80, verb
 
 
@@ -30,3 +31,13 @@ def test_examples_in_help_keep_their_lines(run: Command) -> None:
 def test_a_misspelt_verb_or_option_is_told_what_it_may_mean(run: Command) -> None:
     assert "Did you mean 'merge'?" in run("mrge")[2]
     assert "--method" in run("merge", "--methd", "ties", "a", "b", "-o", "c")[2]
+
+
+def test_usage_names_arguments_as_their_help_does(run: Command) -> None:
+    first = {verb: run(*verb.split(), "--help")[1].split("\n")[0] for verb in ("merge", "methods", "route", "recipe convert")}
+    assert first == {
+        "merge": "Usage: acemerge merge [OPTIONS] BASE EXPERT...",
+        "methods": "Usage: acemerge methods [OPTIONS] [NAME]",
+        "route": "Usage: acemerge route [OPTIONS] ADAPTER...",
+        "recipe convert": "Usage: acemerge recipe convert [OPTIONS] CONFIG.yaml",
+    }

@@ -35,6 +35,7 @@ from acemerge.cli.report import report_command
 from acemerge.cli.route import route_command
 from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
+from acemerge.cli.usage import PlainUsage
 from acemerge.cli.verify import verify_command
 from acemerge.errors import AcemergeError, printable
 from acemerge.version import __version__
@@ -87,7 +88,7 @@ def _app_of(verbs: Iterable[str], groups: Iterable[typer.Typer] = ()) -> typer.T
     )
     for verb in verbs:
         command, in_short = _VERBS[verb]
-        made.command(verb, help=help_text(command), short_help=in_short)(command)
+        made.command(verb, cls=PlainUsage, help=help_text(command), short_help=in_short)(command)
     for group in groups:
         made.add_typer(group)
     return made

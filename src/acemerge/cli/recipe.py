@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from acemerge.cli.help_text import help_text
+from acemerge.cli.usage import PlainUsage
 
 recipe_app = typer.Typer(name="recipe", help="Recipes: merges written as files.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -39,4 +40,4 @@ def convert_command(
     print(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True), end="")
 
 
-recipe_app.command("convert", help=help_text(convert_command))(convert_command)
+recipe_app.command("convert", cls=PlainUsage, help=help_text(convert_command))(convert_command)
