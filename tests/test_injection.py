@@ -377,6 +377,17 @@ def test_a_config_names_a_model_or_nothing(tmp_path: Path, named: object) -> Non
         acemerge.load_expert_head(tmp_path / "out", "red")
 
 
+def test_a_config_with_a_value_of_another_kind_is_told(tmp_path: Path) -> None:
+    models = model_zoo.bert(tmp_path / "models")
+    acemerge.merge(models.base, list(models.experts.values()), tmp_path / "out", quiet=True)
+    for folder in (tmp_path / "out/heads/red", models.experts["red"]):
+        (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"hidden_size": "x"}))
+    with pytest.raises(InputError, match=r"does not understand its config\.json.*hidden_size"):
+        acemerge.load_expert_head(tmp_path / "out", "red")
+    with pytest.raises(InputError, match=r"does not understand its config\.json.*hidden_size"):
+        model_config(open_checkpoint(models.experts["red"], "red"))
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_attention_of_the_hub_is_not_fetched(tmp_path: Path, nested: bool) -> None:
     """transformers takes OWNER/NAME for a kernel: code that it downloads and runs."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from acemerge.checkpoints.folder import Checkpoint, architecture_of
 from acemerge.checkpoints.quantised.reading import QUANTIZATION
+from acemerge.checkpoints.transformers_config import transformers_config
 from acemerge.checkpoints.untrusted import check_runs_nothing
 from acemerge.errors import InputError, first_line
 
@@ -50,12 +51,9 @@ def model_class(expert: Checkpoint) -> Any:
 
 def model_config(expert: Checkpoint) -> Any:
     """As transformers understands config.json."""
-    try:
-        return quiet_transformers().AutoConfig.from_pretrained(expert.folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"expert {expert.where}: transformers does not understand its config.json ({first_line(error)})"
-        ) from None
+    quiet_transformers()
+    assert expert.folder is not None
+    return transformers_config(expert.folder, f"expert {expert.where}")
 
 
 def outline_model(expert: Checkpoint) -> nn.Module:

@@ -26,8 +26,9 @@ from acemerge.checkpoints.side_files import copy_side_file, write_side_file
 from acemerge.checkpoints.source import expand_home
 from acemerge.checkpoints.tensor_header import TensorHeader, element_size
 from acemerge.checkpoints.tokenizer import GENERATION, TOKENIZER_FILES
+from acemerge.checkpoints.transformers_config import transformers_config
 from acemerge.checkpoints.untrusted import check_inside, check_is_a_name, check_runs_nothing
-from acemerge.errors import InputError, MergeError, did_you_mean, first_line, no_folder
+from acemerge.errors import InputError, MergeError, did_you_mean, no_folder
 from acemerge.output.manifest import MANIFEST, ExportManifest, Manifest, is_export, read_manifest, write_manifest
 from acemerge.output.staging import check_output, staged_output
 from acemerge.output.task_adapters import HEAD_NAMES, HEAD_TENSORS, export_task_adapter
@@ -277,10 +278,7 @@ def load_expert_head(merged: str | Path, expert: str) -> Any:
     folder = merged / "heads" / expert
     place = folder if folder.is_dir() else merged
     check_runs_nothing(read_json(place / CONFIG), place)
-    try:
-        config = transformers.AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{place}: transformers does not understand its config.json ({first_line(error)})") from None
+    config = transformers_config(place, str(place))
     architecture = (config.architectures or [None])[0]
     made: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     is_model = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
