@@ -89,9 +89,11 @@ def test_an_adapter_given_twice_is_told(tmp_path: Path, run: Command) -> None:
 
 
 def test_an_adapter_that_saves_a_stranger_s_module_is_refused(tmp_path: Path, run: Command) -> None:
-    base, other = lora_zoo.write_base(tmp_path / "base", LLAMA), lora_zoo.write_base(tmp_path / "other", LLAMA, seed=1)
+    base, other = (lora_zoo.write_base(tmp_path / name, LLAMA, seed=seed) for seed, name in enumerate(("base", "other")))
     settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "strength": 0.01}
-    of_base, of_other = (lora_zoo.write_adapter(model, tmp_path / f"of-{model.name}", LLAMA, **settings) for model in (base, other))
+    of_base, of_other = (
+        lora_zoo.write_adapter(model, tmp_path / f"of-{model.name}", LLAMA, **settings) for model in (base, other)
+    )
     code, _, err = run("merge", base, of_base, of_other, "-o", tmp_path / "out", "-q")
     assert code == 2
     assert "'of-other' does not look like a fine-tune of this base" in err
