@@ -48,12 +48,13 @@ def merge_page(account: Manifest) -> Page:
     counts = Counter(tensor.action for tensor in account.tensors)
     fates = ", ".join(f"{counts[action]} {action}" for action in ACTIONS)
     warnings = sum(len(tensor.warnings) for tensor in account.tensors)
+    told = f" {warnings} warnings." if warnings else " No warnings." if level == "good" else ""
     return Page(
         kind="acemerge: report of a merge",
         title=f"{account.base} merged by {account.method}",
         lead=f"Experts: {', '.join(account.experts)}.",
         level=level,
-        verdict=f"Every tensor is accounted for: {fates}. " + (f"{warnings} warnings." if warnings else "No warnings."),
+        verdict=f"Every tensor is accounted for: {fates}.{told}",
         findings=found,
         facts=_facts(account),
         figures=figures(account),

@@ -150,15 +150,20 @@ class Page:
 
 _BREAKABLE = re.compile(r"((?:tau|epsilon) = \S+|[^\s()]*\w[-/=:]\w[^\s()]*)")
 _LONGEST_WHOLE = 28
+_DOT = re.compile(r"\.(?=[^\W\d])")
+"""Inside a tensor's name."""
 
 
 def _whole_words(text: str) -> Markup:
-    """Names and settings on one line: a browser breaks expert-3 and 1e-05 at their hyphens. Long ones it may."""
+    """Names and settings on one line: a browser breaks expert-3 and 1e-05 at their hyphens. Long ones it may, behind a dot."""
     from markupsafe import Markup, escape
 
     whole = Markup('<span class="whole">{}</span>')
     parts = enumerate(_BREAKABLE.split(text))  # every other one is what was looked for
-    return Markup("").join(whole.format(part) if i % 2 and len(part) <= _LONGEST_WHOLE else escape(part) for i, part in parts)
+    return Markup("").join(
+        whole.format(part) if i % 2 and len(part) <= _LONGEST_WHOLE else Markup(_DOT.sub(".<wbr>", escape(part)))
+        for i, part in parts
+    )
 
 
 def _slug(text: str) -> str:
