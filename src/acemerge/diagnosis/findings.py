@@ -217,17 +217,22 @@ def _centring(summary: Summary) -> Iterator[Finding]:
 def _kept(summary: Summary) -> Iterator[Finding]:
     """What experts changed and the preset leaves at the base, by methods such as ACE; others average it."""
     diagnosis = summary.diagnosis
+    alike: dict[tuple[str, ...], list[str]] = {}  # tensors -> the experts that changed these
     for t, name in enumerate(diagnosis.experts):
         kept = [x for x in diagnosis.tensors if x.fate == "kept" and t in x.experts]
-        changed = [x.name for x in kept if len(x.shape) > 1 and _relative_energy(x, t) > KEPT_CHANGE**2]
+        changed = tuple(x.name for x in kept if len(x.shape) > 1 and _relative_energy(x, t) > KEPT_CHANGE**2)
+        alike.setdefault(changed, []).append(name)
+    for changed, names in alike.items():
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            told = _names(names)
             yield Finding(
                 "caution",
-                f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}. With the preset "
+                f"{told[:1].upper()}{told[1:]} changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}. With the preset "
                 f"'{diagnosis.preset}' methods for matrices, such as ace, keep the base's values; {DEFAULT_METHOD} averages "
                 "where shapes are equal.",
-                "If the expert depends on it, and the method keeps it, add a recipe rule {match: PATTERN, do: average}.",
+                f"If {'the expert depends' if len(names) == 1 else 'these depend'} on it, and the method keeps it, add a recipe "
+                "rule {match: PATTERN, do: average}.",
                 _rules(changed),
             )
 

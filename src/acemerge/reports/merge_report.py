@@ -48,7 +48,7 @@ def merge_page(account: Manifest) -> Page:
     counts = Counter(tensor.action for tensor in account.tensors)
     fates = ", ".join(f"{counts[action]} {action}" for action in ACTIONS)
     warnings = sum(len(tensor.warnings) for tensor in account.tensors)
-    told = f" {warnings} warnings." if warnings else " No warnings." if level == "good" else ""
+    told = f" {warnings} warning{'s' if warnings > 1 else ''}." if warnings else " No warnings." if level == "good" else ""
     return Page(
         kind="acemerge: report of a merge",
         title=f"{account.base} merged by {account.method}",
