@@ -144,7 +144,7 @@ class Page:
         environment = Environment(
             loader=PackageLoader("acemerge", "reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
         )
-        environment.filters |= {"whole_words": _whole_words, "slug": _slug}
+        environment.filters |= {"whole_words": _whole_words, "whole_arguments": _whole_arguments, "slug": _slug}
         return environment.get_template("page.html").render(page=self, version=__version__, marks=_MARKS, words=_WORDS)
 
 
@@ -164,6 +164,15 @@ def _whole_words(text: str) -> Markup:
         whole.format(part) if i % 2 and len(part) <= _LONGEST_WHOLE else Markup(_DOT.sub(".<wbr>", escape(part)))
         for i, part in parts
     )
+
+
+def _whole_arguments(command: str) -> Markup:
+    """A command goes on in the next line between two arguments, and not behind the hyphen of a flag; long ones may be broken."""
+    from markupsafe import Markup, escape
+
+    whole = Markup('<span class="whole">{}</span>')
+    words = command.split(" ")
+    return Markup(" ").join(whole.format(word) if "-" in word and len(word) <= _LONGEST_WHOLE else escape(word) for word in words)
 
 
 def _slug(text: str) -> str:
