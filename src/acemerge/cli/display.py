@@ -169,7 +169,8 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     console.print(f"wrote {result.output} ({human_bytes(size)})")
 
 
-_ANY_WIDTH = 10_000
+_ANY_WIDTH, _ROOM = 10_000, 1.25
+"""Columns are not made narrower evenly: without room to spare some words are cut."""
 
 
 def _print_facts(tensors: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -184,7 +185,8 @@ def _print_facts(tensors: Sequence[Mapping[str, Any]], console: Console) -> None
     table = new_table("tensor", "fate", *shown.values(), right=list(shown.values()))
     for record in records:
         table.add_row(TensorName(record["name"]), record["action"], *(_figure(record.get(fact, "")) for fact in shown))
-    if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum <= console.width:
+    narrowest = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).minimum
+    if narrowest * _ROOM <= console.width:
         console.print(table)
         return
     for record in records:
