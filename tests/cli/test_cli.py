@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from acemerge.cli.tables import TensorName, new_console, new_table
+from acemerge.cli.tables import name_cells, new_console, new_table
 from acemerge.execute import shard
 from acemerge.methods import all_methods
 from child import command, fork, in_child, wait
@@ -416,13 +416,14 @@ def test_columns_say_how_wide_a_pipe_is(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_names_of_tensors_go_on_behind_a_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.{0..2}.post_attention_layernorm.weight"
-    why = "kept by the preset"
+    why = "kept by the preset, which does not take it for a linear map, as its name says"
 
     def show() -> None:
         table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
-        for each in (name, "lm_head.weight"):
-            table.add_row(TensorName(each), "3 x 64x32", "float32", "kept", why)
-        new_console().print(table)
+        console = new_console()
+        for cell in name_cells(table, [name, "lm_head.weight"], console.width):
+            table.add_row(cell, "3 x 64x32", "float32", "kept", why)
+        console.print(table)
 
     for columns, lines in (("80", ["model.layers.{0..2}.", "post_attention_layernorm.", "weight"]), ("160", [name])):
         monkeypatch.setenv("COLUMNS", columns)

@@ -44,6 +44,16 @@ def test_diagnose_command(run: Command, tmp_path: Path) -> None:
     assert list(found["forecasts"]) == ["ace_auto", "ace", "tsv_m", "task_arithmetic", "average"], "as asked for, not ranked"
 
 
+def test_what_a_merge_will_note_is_told_already(run: Command, tmp_path: Path) -> None:
+    base, [expert] = layered(tmp_path, 1, 1)
+    (expert / "README.md").write_text("---\nbase_model: org/other\n---\n")
+    noted = "note: expert 'expert-0' says it was made from 'org/other'"
+    _, out, _ = run("diagnose", base, expert, "-m", "average", "-o", tmp_path / "page.html")
+    assert noted in out
+    assert "made from &#39;org/other&#39;" in (tmp_path / "page.html").read_text()
+    assert noted in run("merge", base, expert, "-o", tmp_path / "out")[1]
+
+
 def test_diagnose_compares_what_a_recipe_asks_for(run: Command, tmp_path: Path) -> None:
     layered(tmp_path, 1, 2)
     recipe = "base: base\nexperts: [expert-0, expert-1]\nmethod: ties\noptions: {keep: 0.4}\n"

@@ -33,7 +33,15 @@ def test_models_of_another_origin_are_refused(tmp_path: Path) -> None:
     text = said(base, experts)
     assert "stop: Expert 'stranger' does not look like a fine-tune of this base" in text
     assert "'expert-0' does not look" not in text
-    assert "good:" not in text
+    assert text.endswith("acemerge diagnose base expert-0 -o diagnosis.html")
+    assert "\n" not in text, "what else looks odd beside a stranger is not told"
+
+
+def test_experts_that_moved_far_are_told_in_one_sentence(tmp_path: Path) -> None:
+    base, experts = layered(tmp_path, 2, 2, strength=0.5)
+    text = said(base, experts, candidates=["average"])
+    assert re.search(r"caution: 'expert-0', 'expert-1' moved far from the base: their changes are \d\d% to \d\d% of the", text)
+    assert text.count("moved far") == 1
 
 
 def test_good_experts_are_called_mergeable(tmp_path: Path) -> None:

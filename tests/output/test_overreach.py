@@ -74,6 +74,24 @@ def test_the_warning_survives_quiet_and_its_command_runs(
     assert read_merge(tmp_path / "out-average").method == "average"
 
 
+def test_the_command_of_an_adapter_makes_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = lora_zoo.write_base(tmp_path / "base", "LlamaForCausalLM")
+    adapters = [
+        lora_zoo.write_adapter(
+            base, tmp_path / f"a{i}", "LlamaForCausalLM", seed=i, r=1, strength=0.01, target_modules=["q_proj"]
+        )
+        for i in range(2)
+    ]
+    command = Command(monkeypatch, capsys)
+    flags = ("-m", "task_arithmetic", "-s", "alpha=1000", "--as", "adapter", "--rank", "1", "-q")
+    _, _, err = command("merge", base, *adapters, "-o", tmp_path / "out", *flags)
+    instead = shlex.split(next(line for line in err.splitlines() if "compare it" in line).split("-m average: ")[1])
+    assert command(*instead[1:], "-q")[0] == 0
+    assert json.loads((tmp_path / "out-average/adapter_config.json").read_text())["r"] == 1
+
+
 def test_one_expert_and_averages_never_go_too_far(models: Models, tmp_path: Path) -> None:
     far = write_model(tmp_path / "far", fine_tuned(base_tensors(), 7, strength=0.7))
     alone = acemerge.merge(models.base, [far], tmp_path / "alone", method="task_arithmetic", alpha=1.0)

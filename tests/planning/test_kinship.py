@@ -4,15 +4,18 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import acemerge
+import lora_zoo
 from acemerge.errors import PreflightError
 from acemerge.planning.kinship import seems_the_base
 from command import Command
 from small_models import Models, base_tensors, fine_tuned, write_model, write_models
 
+LLAMA = "LlamaForCausalLM"
 STRANGER = "'stranger' does not look like a fine-tune of this base"
 COPY = "'copy' is a copy of the base, weight for weight"
 
@@ -69,6 +72,32 @@ def test_an_expert_given_twice_is_told_and_noted(models: Models, tmp_path: Path,
     assert "experts 'expert-0' and 'again' are the same, weight for weight" in said
     assert f"warning: {said}" in capfd.readouterr().err
     assert json.loads((tmp_path / "out/acemerge_manifest.json").read_text())["notes"] == [said]
+
+
+def test_an_adapter_given_twice_is_told(tmp_path: Path, run: Command) -> None:
+    base = lora_zoo.write_base(tmp_path / "base", LLAMA)
+    settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["k_proj"], "strength": 0.01}
+    one, other = (
+        lora_zoo.write_adapter(base, tmp_path / name, LLAMA, seed=seed, **settings) for seed, name in enumerate(("one", "other"))
+    )
+    shutil.copytree(one, tmp_path / "again")
+    _, _, err = run("merge", base, one, other, tmp_path / "again", "-o", tmp_path / "out", "-q")
+    assert err.startswith("warning: experts 'one' and 'again' are the same, weight for weight: what they changed counts twice")
+    config = tmp_path / "again/adapter_config.json"  # the same factors, multiplied by more, are another change
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 16}))
+    assert run("merge", base, one, other, tmp_path / "again", "-o", tmp_path / "stronger", "-q") == (0, "", "")
+
+
+def test_an_adapter_that_saves_a_stranger_s_module_is_refused(tmp_path: Path, run: Command) -> None:
+    base, other = (lora_zoo.write_base(tmp_path / name, LLAMA, seed=seed) for seed, name in enumerate(("base", "other")))
+    settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "strength": 0.01}
+    of_base, of_other = (
+        lora_zoo.write_adapter(model, tmp_path / f"of-{model.name}", LLAMA, **settings) for model in (base, other)
+    )
+    code, _, err = run("merge", base, of_base, of_other, "-o", tmp_path / "out", "-q")
+    assert code == 2
+    assert "'of-other' does not look like a fine-tune of this base" in err
+    assert "'of-base'" not in err
 
 
 def test_fine_tunes_are_not_spoken_of(models: Models, tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def family_of(class_name: str) -> str:
     return next(f for f in ("gpt2", "llama", "roberta", "bert", "vit") if class_name.lower().startswith(f))
 
 
-def write_base(folder: Path, class_name: str) -> Path:
+def write_base(folder: Path, class_name: str, *, seed: int = 0) -> Path:
     """A base with random weights, biases and norms included."""
     with quiet(), torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = getattr(transformers, class_name)(_config(family_of(class_name)))
-        _move(model.parameters(), 0.05, seed=0)
+        _move(model.parameters(), 0.05, seed)
         model.save_pretrained(folder)
     return folder
 

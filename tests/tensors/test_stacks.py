@@ -14,12 +14,14 @@ from torch import Tensor
 
 import acemerge
 from acemerge.checkpoints.folder import from_state_dict
-from acemerge.output.manifest import MANIFEST
+from acemerge.output.manifest import MANIFEST, read_merge
 from acemerge.planning.estimates import peak_memory
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.recipe.recipe import make_recipe
+from acemerge.reports.facts import counts
 from acemerge.tensors.fused import joined_facts
+from child import command, in_child
 from small_models import fine_tuned, write_model
 
 HIDDEN, INNER, EXPERTS = 8, 12, 4
@@ -160,6 +162,22 @@ def test_what_is_told_of_a_stack(tmp_path: Path) -> None:
     assert many["overlap of block 7"] is not None
     written, before = (load_file(tmp_path / model / "model.safetensors")[many["name"]] for model in ("out", "base"))
     assert many["norm"] == pytest.approx(float((written - before).norm()), rel=1e-4)
+
+
+def test_what_is_told_of_a_stack_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column for each fact of each of its matrices would leave no room for a letter."""
+    folders = write_mixtures(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    ended = in_child(lambda: command("merge", *folders, "-o", tmp_path / "out", "-m", "ace", "-v"))
+    out = ended.out
+    assert ended.code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    told = out.split("layers.0.mlp.experts.down_proj: merged\n")[1].split("\nlayers.0.")[0].split()
+    assert {"gamma", "to", "branch", "precision"} <= set(told)
+    every = [counts(tensor.to_json(), "branch") for tensor in read_merge(tmp_path / "out").tensors]
+    matrices = sum(own.total() for own in every)
+    assert matrices > len([own for own in every if own]), "a stack is more than one"
+    assert f"of {matrices} merged matrices were heterogeneous" in out
 
 
 def test_of_many_matrices_the_middle_and_the_ends_are_told() -> None:

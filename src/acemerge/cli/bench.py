@@ -11,6 +11,8 @@ import typer
 from acemerge.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from acemerge.bench.suites.registry import Suite
 
 SUITES = {
@@ -297,28 +299,31 @@ def demo_command(
     _check_installed()
     from acemerge.bench import demo
     from acemerge.bench.tables.show import publish_table
+    from acemerge.cli.tables import new_console
 
-    merged = output / "merged"
+    merged, console = output / "merged", new_console()
     if ask is None:
         publish_table(demo.run_demo(output, say), output, "demo")
-        print(f"\nBase and experts are in {output}; merged by the default method, with the four experts' heads: {merged}\n")
-        _ask_test_rows(merged)
+        console.print(
+            f"\nBase and experts are in {output}; merged by the default method, with the four experts' heads: {merged}\n"
+        )
+        _ask_test_rows(merged, console)
         place = "" if output == Path("demo-output") else f" -o {output}"
         print(f'\nAsk it something else:  acemerge demo{place} --ask "{demo.SENTENCE}"')
     else:
         for task, answer, share in demo.ask(merged, dict.fromkeys(demo.heads_of(merged), ask)):
-            print(f"  {task}: {answer} ({share:.0%})")
-        print(f"\n{demo.HEADS_KNOW_ONE_TASK}")
+            console.print(f"  {task}: {answer} ({share:.0%})")
+        console.print(f"\n{demo.HEADS_KNOW_ONE_TASK}")
 
 
-def _ask_test_rows(merged: Path) -> None:
+def _ask_test_rows(merged: Path, console: Console) -> None:
     """Each head is asked about its own task."""
     from acemerge.bench import demo
     from acemerge.bench.suites.registry import get_suite
 
     questions = demo.first_questions(get_suite("demo"))
-    print("The merged model on one test row of each task, the first that fits a line, under that task's head:")
+    console.print("The merged model on one test row of each task, the first that fits a line, under that task's head:")
     answers = demo.ask(merged, {question.task: question.text for question in questions})
     for question, (_, answer, share) in zip(questions, answers, strict=True):
         verdict = "right" if answer == question.truth else f"wrong, it is {question.truth}"
-        print(f'  {question.task}: {answer} ({share:.0%}), {verdict}: "{question.text}"')
+        console.print(f'  {question.task}: {answer} ({share:.0%}), {verdict}: "{question.text}"')

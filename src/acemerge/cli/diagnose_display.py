@@ -20,6 +20,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     summary = Summary(diagnosis)
     found = findings(diagnosis)
     print_findings(*verdict(found), found)
+    for note in diagnosis.notes:  # a merge will tell them too
+        new_console().print(f"note: {note}")
     _print_experts(summary)
     _print_kinds(diagnosis)
     if 1 < len(diagnosis.experts) <= _MOST_EXPERTS:

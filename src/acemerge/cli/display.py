@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from acemerge.cli.adapter_display import adapter_lines, kinds_table
-from acemerge.cli.tables import TensorName, error_console, new_console, new_table
+from acemerge.cli.tables import TensorName, error_console, name_cells, new_console, new_table
 from acemerge.execute.pipeline import MergeResult
 from acemerge.methods import Method
 from acemerge.methods.registry import Kind
@@ -23,7 +26,7 @@ from acemerge.planning.view import View
 from acemerge.planning.vocabulary import Vocabulary
 from acemerge.recipe.sizes import human_bytes
 from acemerge.recipe.values import as_text
-from acemerge.reports.facts import facts_told, title
+from acemerge.reports.facts import counts, facts_told, in_one_place, title
 from acemerge.reports.page import Finding
 
 _SCOPES = {
@@ -53,16 +56,17 @@ def print_findings(level: str, verdict: str, findings: Sequence[Finding]) -> Non
 
 def print_plan(plan: Plan, verbose: bool) -> None:
     """The tensors' fates, like ones of all layers on one line or, with `verbose`, one by one; then the totals."""
+    console = new_console()
     table = new_table("tensor", "shape", "dtype", "fate", "why", right=["shape"])
     varying = plan.varying_options
     cells = [(tensor.name, _fate_cells(plan, tensor, varying), tensor) for tensor in plan.tensors]
     lines = [(name, [tensor]) for name, _, tensor in cells] if verbose else together(cells)
-    for name, alike in lines:
+    names = iter(name_cells(table, [*(name for name, _ in lines), *plan.omitted], console.width))
+    for _, alike in lines:
         shape, *rest = _fate_cells(plan, alike[0], varying)
-        table.add_row(TensorName(name), f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
-    for name, original in plan.omitted.items():
-        table.add_row(TensorName(name), "", "", "tied", f"stored once, as {original}")
-    console = new_console()
+        table.add_row(next(names), f"{len(alike)} x {shape}" if len(alike) > 1 else shape, *rest)
+    for original in plan.omitted.values():
+        table.add_row(next(names), "", "", "tied", f"stored once, as {original}")
     console.print(table)
     _print_summary(plan, console)
     most, besides = ("at most ", ", shared/ and tasks/") if plan.per_task_methods else ("", "")
@@ -151,11 +155,11 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     """What was written and where; with `verbose`, how every merged tensor came out."""
     console = new_console()
     if verbose:
-        console.print(_facts_table(result.tensors))
+        _print_facts(result.tensors, console)
     _print_summary(result.plan, console)
-    branches = [record["branch"] for record in result.tensors if "branch" in record]
+    branches = sum((counts(record, "branch") for record in result.tensors), Counter[str]())
     if branches:
-        console.print(f"{branches.count('heterogeneous')} of {len(branches)} merged tensors were heterogeneous")
+        console.print(f"{branches['heterogeneous']} of {branches.total()} merged matrices were heterogeneous")
     if result.plan.recipe.save_as == "adapter":
         if kinds := kinds_table(result.plan, result.tensors):
             console.print(kinds)
@@ -165,8 +169,13 @@ def print_result(result: MergeResult, verbose: bool) -> None:
     console.print(f"wrote {result.output} ({human_bytes(size)})")
 
 
-def _facts_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """How long each merged change is, and whatever else is told of a tensor."""
+_ANY_WIDTH, _ROOM = 10_000, 1.25
+"""Columns are not made narrower evenly: without room to spare some words are cut."""
+
+
+def _print_facts(tensors: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """How long each merged change is, and whatever else is told of a tensor: as a table where it fits, else line by line."""
+    records = [in_one_place(record) for record in tensors]
     shown = {"norm_ratio": "|M|/max|D_t|", **{fact: title(fact) for fact in facts_told(records)}}
     shown |= {
         fact: title(fact)
@@ -176,7 +185,14 @@ def _facts_table(records: Sequence[Mapping[str, Any]]) -> Table:
     table = new_table("tensor", "fate", *shown.values(), right=list(shown.values()))
     for record in records:
         table.add_row(TensorName(record["name"]), record["action"], *(_figure(record.get(fact, "")) for fact in shown))
-    return table
+    narrowest = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).minimum
+    if narrowest * _ROOM <= console.width:
+        console.print(table)
+        return
+    for record in records:
+        told = ", ".join(f"{shown[fact]} {_figure(record[fact])}" for fact in shown if fact in record)
+        console.print(Text(f"{record['name']}: {record['action']}", style="bold"))
+        console.print(*([Padding(told, (0, 0, 0, 2))] if told else []), end="")
 
 
 def print_warnings(warnings: Sequence[str], shown: int = 3) -> None:

@@ -69,8 +69,22 @@ class TensorName:
                 lines[-1] += part
             else:
                 lines.append(f"  {part}")
-        yield Text("\n".join(line for line in lines if line), overflow="fold")
+        yield Text("\n".join(line for line in lines if line), overflow="fold", no_wrap=False)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        longest = max(map(len, self._parts), default=1)
-        return Measurement(min(2 + longest, options.max_width), min(max(len(self._name), 1), options.max_width))
+        return Measurement(min(self.narrowest, options.max_width), min(max(len(self._name), 1), options.max_width))
+
+    @property
+    def narrowest(self) -> int:
+        """As wide as the longest word, where it goes on in the next line."""
+        return min(len(self._name), 2 + max(map(len, self._parts), default=0))
+
+
+def name_cells(table: Table, names: Sequence[str], width: int) -> list[TensorName]:
+    """Cells of the first column: a third of the width, and room for the longest word, if that is not too much."""
+    cells = [TensorName(name) for name in names]
+    narrowest = max((cell.narrowest for cell in cells), default=0)
+    if narrowest <= width * 2 / 5:
+        table.columns[0].no_wrap = True
+        table.columns[0].max_width = max(width // 3, narrowest)
+    return cells

@@ -28,11 +28,10 @@ _MOST_NAMES = 5
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
-    """All of them, the gravest first. What cannot be merged at all gets no praise beside that."""
+    """All of them, the gravest first. Of what cannot be merged at all nothing else is said: beside a stranger all looks odd."""
     summary = Summary(diagnosis)
     found = [finding for look in _LOOKS for finding in look(summary)]
-    if any(finding.level == "stop" for finding in found):
-        found = [finding for finding in found if finding.level != "good"]
+    found = [finding for finding in found if finding.level == "stop"] or found
     return gravest_first(_each_command_once(found))
 
 
@@ -58,9 +57,8 @@ def verdict(found: list[Finding]) -> tuple[Level, str]:
 
 def _origin(summary: Summary) -> Iterator[Finding]:
     """Whether the experts are fine-tunes of the base at all."""
-    names, changes = summary.diagnosis.experts, summary.relative_changes
-    measured = zip(names, summary.base_cosines, changes, summary.energies, strict=True)
-    for t, (name, cosine, change, energy) in enumerate(measured):
+    names, strangers = summary.diagnosis.experts, _strangers(summary)
+    for t, (name, energy) in enumerate(zip(names, summary.energies, strict=True)):
         if energy == 0:
             yield Finding(
                 "caution",
@@ -68,20 +66,42 @@ def _origin(summary: Summary) -> Iterator[Finding]:
                 "Leave it out: it adds nothing, and averaging dilutes the other experts with it.",
                 _merge_without(summary, t),
             )
-        elif cosine is not None and cosine < RELATED and name not in summary.diagnosis.adapters:
+        elif t in strangers:
             yield Finding(
                 "stop",
                 f"Expert '{name}' does not look like a fine-tune of this base: the median cosine of its matrices with the base's "
-                f"is {cosine:.2f}, where a fine-tune's is near 1.",
-                "Give the base that it was trained from. Models of different origin cannot be merged weight by weight.",
+                f"is {summary.base_cosines[t]:z.2f}, where a fine-tune's is near 1.",
+                "Give the base that it was trained from, or look at the others without it: models of different origin cannot be "
+                "merged weight by weight.",
+                summary.diagnosis.command("diagnose", "-o", "diagnosis.html", only=set(summary.tasks) - strangers),
             )
-        elif change > FAR:
-            yield Finding(
-                "caution",
-                f"Expert '{name}' moved far from the base: its change is {change:.0%} of the base's own length.",
-                "Make sure that this is its base. After long training merged models lose more; evaluate with care.",
-                compare_with_averaging(summary.diagnosis),
-            )
+
+
+def _strangers(summary: Summary) -> set[int]:
+    """Those whose matrices are not the base's; an adapter has none to tell by."""
+    judged = zip(summary.base_cosines, summary.energies, summary.diagnosis.experts, strict=True)
+    return {
+        t for t, (cosine, energy, name) in enumerate(judged)
+        if energy and cosine is not None and cosine < RELATED and name not in summary.diagnosis.adapters
+    }  # fmt: skip
+
+
+def _far(summary: Summary) -> Iterator[Finding]:
+    """Experts that moved far, in one sentence."""
+    changes = dict(zip(summary.diagnosis.experts, summary.relative_changes, strict=True))
+    far = {name: change for name, change in changes.items() if change > FAR}
+    if far:
+        told = _names(list(far))
+        least, most = (f"{end:.0%}" for end in (min(far.values()), max(far.values())))
+        own = (
+            f"its change is {most}" if len(far) == 1 else f"their changes are {least if least == most else f'{least} to {most}'}"
+        )
+        yield Finding(
+            "caution",
+            f"{told[:1].upper()}{told[1:]} moved far from the base: {own} of the base's own length.",
+            "Make sure that this is the base. After long training merged models lose more; evaluate with care.",
+            compare_with_averaging(summary.diagnosis),
+        )
 
 
 def _pairs_of_experts(summary: Summary) -> Iterator[Finding]:
@@ -197,17 +217,22 @@ def _centring(summary: Summary) -> Iterator[Finding]:
 def _kept(summary: Summary) -> Iterator[Finding]:
     """What experts changed and the preset leaves at the base, by methods such as ACE; others average it."""
     diagnosis = summary.diagnosis
+    alike: dict[tuple[str, ...], list[str]] = {}  # tensors -> the experts that changed these
     for t, name in enumerate(diagnosis.experts):
         kept = [x for x in diagnosis.tensors if x.fate == "kept" and t in x.experts]
-        changed = [x.name for x in kept if len(x.shape) > 1 and _relative_energy(x, t) > KEPT_CHANGE**2]
+        changed = tuple(x.name for x in kept if len(x.shape) > 1 and _relative_energy(x, t) > KEPT_CHANGE**2)
+        alike.setdefault(changed, []).append(name)
+    for changed, names in alike.items():
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            told = _names(names)
             yield Finding(
                 "caution",
-                f"Expert '{name}' changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}. With the preset "
+                f"{told[:1].upper()}{told[1:]} changed '{changed[0]}'{more} by over {KEPT_CHANGE:.0%}. With the preset "
                 f"'{diagnosis.preset}' methods for matrices, such as ace, keep the base's values; {DEFAULT_METHOD} averages "
                 "where shapes are equal.",
-                "If the expert depends on it, and the method keeps it, add a recipe rule {match: PATTERN, do: average}.",
+                f"If {'the expert depends' if len(names) == 1 else 'these depend'} on it, and the method keeps it, add a recipe "
+                "rule {match: PATTERN, do: average}.",
                 _rules(changed),
             )
 
@@ -255,7 +280,7 @@ def _rules(names: Sequence[str]) -> str:
 
 
 _LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
-    _origin, _swapped, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks
+    _origin, _far, _swapped, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks
 )  # fmt: skip
 
 

@@ -56,7 +56,8 @@ class MergeResult:
         ]
 
     def __str__(self) -> str:
-        warned = f"; {len(self.warnings)} warnings" if self.warnings else ""
+        count = len(self.warnings)
+        warned = f"; {count} warning{'s' if count > 1 else ''}" if count else ""
         return f"{self.output}: {self.plan}{warned}"
 
 

@@ -23,6 +23,19 @@ _MATRICES = 16
 """Looked at, evenly spread over the model: the base's are read for it."""
 
 
+_FLAGS = {
+    "preset": "--preset",
+    "missing": "--missing",
+    "heads": "--heads",
+    "tokenizer": "--tokenizer",
+    "files_from": "--files-from",
+    "dtype": "--dtype",
+    "save_as": "--as",
+    "rank": "--rank",
+}
+"""Of a recipe's fields that any method has, the flags."""
+
+
 def with_cautions(plan: Plan, tensors: Sequence[TensorRecord]) -> Plan:
     """The plan with what there is to say of a merge that is likely to be worse than averaging; no path is in it."""
     times = overreach(plan, tensors)
@@ -36,11 +49,13 @@ def with_cautions(plan: Plan, tensors: Sequence[TensorRecord]) -> Plan:
 
 
 def averaging_instead(recipe: Recipe, output: Path) -> str:
-    """The command that averages the same models; of a recipe of several stages, what to change in it."""
+    """The command that averages the same models to an output of the same kind; of a recipe of several stages, what to change."""
     if not isinstance(recipe.base, str) or any(expert.merge for expert in recipe.experts):
         return "write `method: average` in the outer recipe"
     models = [recipe.base, *(expert.model for expert in recipe.experts)]
-    return shlex.join(["acemerge", "merge", *models, "-o", f"{output}-average", "-m", "average"])
+    asked = {flag: getattr(recipe, name) for name, flag in _FLAGS.items() if name in recipe.model_fields_set}
+    words = [word for flag, value in asked.items() if value is not None for word in (flag, str(value))]
+    return shlex.join(["acemerge", "merge", *models, "-o", f"{output}-average", "-m", "average", *words])
 
 
 def overreach(plan: Plan, tensors: Sequence[TensorRecord]) -> float | None:

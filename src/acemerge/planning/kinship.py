@@ -6,13 +6,15 @@ Merging a stranger gives noise; a copy of the base makes the others count for le
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from acemerge.adapters.adapter import Adapter
 from acemerge.checkpoints.folder import Checkpoint
 from acemerge.planning.plan import Plan
 from acemerge.planning.tensor import PlannedTensor, computed
@@ -59,13 +61,12 @@ def _find_distant(plan: Plan) -> list[tuple[str, float]]:
 
 
 def _matrices_of(plan: Plan, index: int) -> list[tuple[PlannedTensor, str]]:
-    """The matrices that take part and that this expert stores whole, by its own names; an adapter has none."""
-    changes = plan.experts[index].changes
-    if changes is not None:
-        return []
+    """The matrices that take part and that this expert stores whole, by its own names; of an adapter, the modules it saves."""
+    changes = plan.experts[index].changes or {}
     matrices = [tensor for tensor in computed(plan.tensors) if len(tensor.header.shape) == 2]
     own = [(tensor, source) for tensor in matrices for source in tensor.experts if source.expert == index]
-    return [(tensor, source.name) for tensor, source in own if source.name and not source.rows]  # in the base's order
+    whole = [(tensor, source) for tensor, source in own if source.name not in changes and not source.rows]
+    return [(tensor, source.name) for tensor, source in whole if source.name]  # in the base's order
 
 
 def _cosine(base: Tensor, expert: Tensor) -> float | None:
@@ -91,11 +92,11 @@ def _find_twins(plan: Plan) -> Iterator[str]:
     """Experts that are each other, weight for weight, as a copied folder is."""
     for one, other in combinations(range(len(plan.experts)), 2):
         first, second = plan.experts[one], plan.experts[other]
-        if first.changes is not None or second.changes is not None:
+        if _settings(first) != _settings(second):
             continue
         names = [{s.expert: s.name for s in tensor.fate.experts} for tensor in computed(plan.tensors)]
         both = [(own.get(one), own.get(other)) for own in names if own.get(one) or own.get(other)]
-        if both and all(a and b and _same(first.read(a), second.read(b)) for a, b in both):
+        if both and all(a and b and _same_stored(first, a, second, b) for a, b in both):
             yield (
                 f"experts '{first.name}' and '{second.name}' are the same, weight for weight: what they changed counts twice; "
                 "leave one out"
@@ -146,6 +147,17 @@ def seems_the_base(inner: Sequence[Sequence[float]], expert: int) -> bool:
         if not (alike > _ALIKE and abs(unrelated) < _UNRELATED):
             return False
     return len(inner) > 1
+
+
+def _settings(expert: Checkpoint) -> Mapping[str, Any] | None:
+    """What the factors of an adapter are multiplied by, among other things."""
+    return expert.settings if isinstance(expert, Adapter) else None
+
+
+def _same_stored(first: Checkpoint, name: str, second: Checkpoint, other_name: str) -> bool:
+    """Whether two experts hold the same value of a tensor, or of adapters with the same settings, what its change is made of."""
+    values, others = ([tensor for _, tensor in model.stored(own)] for model, own in ((first, name), (second, other_name)))
+    return len(values) == len(others) and all(map(_same, values, others))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

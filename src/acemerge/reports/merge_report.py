@@ -16,7 +16,7 @@ from acemerge.output.adapter_writer import ROUNDED_TO_FLOAT32
 from acemerge.output.manifest import Manifest, TensorRecord
 from acemerge.planning.shares import ACTIONS, shares_told
 from acemerge.recipe.values import as_text
-from acemerge.reports.facts import facts_told, title
+from acemerge.reports.facts import counts, facts_told, title
 from acemerge.reports.figure import Figure
 from acemerge.reports.layer_figures import (
     Point,
@@ -48,12 +48,13 @@ def merge_page(account: Manifest) -> Page:
     counts = Counter(tensor.action for tensor in account.tensors)
     fates = ", ".join(f"{counts[action]} {action}" for action in ACTIONS)
     warnings = sum(len(tensor.warnings) for tensor in account.tensors)
+    told = f" {warnings} warning{'s' if warnings > 1 else ''}." if warnings else " No warnings." if level == "good" else ""
     return Page(
         kind="acemerge: report of a merge",
         title=f"{account.base} merged by {account.method}",
         lead=f"Experts: {', '.join(account.experts)}.",
         level=level,
-        verdict=f"Every tensor is accounted for: {fates}. " + (f"{warnings} warnings." if warnings else "No warnings."),
+        verdict=f"Every tensor is accounted for: {fates}.{told}",
         findings=found,
         facts=_facts(account),
         figures=figures(account),
@@ -98,15 +99,12 @@ def _warned(account: Manifest) -> Iterator[Finding]:
 
 
 def _branches(account: Manifest) -> Iterator[Finding]:
-    branches = [branch for tensor in account.merged if (branch := tensor.text("branch"))]
-    count = branches.count("heterogeneous")
-    if count:
-        text = (
-            f"{count} of {len(branches)} matrices were heterogeneous: there ACE weighed experts equally and refined the spectrum."
-        )
-        yield Finding("good", text)
+    branches = sum((counts(tensor.to_json(), "branch") for tensor in account.merged), Counter[str]())
+    if count := branches["heterogeneous"]:
+        told = f"{count} of {branches.total()} matrices were heterogeneous"
+        yield Finding("good", f"{told}: there ACE weighed experts equally and refined the spectrum.")
     elif branches:
-        yield Finding("good", f"None of the {len(branches)} matrices was heterogeneous: ACE kept the experts' own strength.")
+        yield Finding("good", f"None of the {branches.total()} matrices was heterogeneous: ACE kept the experts' own strength.")
 
 
 def _truncation(account: Manifest) -> Iterator[Finding]:

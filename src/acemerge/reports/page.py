@@ -144,21 +144,35 @@ class Page:
         environment = Environment(
             loader=PackageLoader("acemerge", "reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
         )
-        environment.filters |= {"whole_words": _whole_words, "slug": _slug}
+        environment.filters |= {"whole_words": _whole_words, "whole_arguments": _whole_arguments, "slug": _slug}
         return environment.get_template("page.html").render(page=self, version=__version__, marks=_MARKS, words=_WORDS)
 
 
 _BREAKABLE = re.compile(r"((?:tau|epsilon) = \S+|[^\s()]*\w[-/=:]\w[^\s()]*)")
 _LONGEST_WHOLE = 28
+_DOT = re.compile(r"\.(?=[^\W\d])")
+"""Inside a tensor's name."""
 
 
 def _whole_words(text: str) -> Markup:
-    """Names and settings on one line: a browser breaks expert-3 and 1e-05 at their hyphens. Long ones it may."""
+    """Names and settings on one line: a browser breaks expert-3 and 1e-05 at their hyphens. Long ones it may, behind a dot."""
     from markupsafe import Markup, escape
 
     whole = Markup('<span class="whole">{}</span>')
     parts = enumerate(_BREAKABLE.split(text))  # every other one is what was looked for
-    return Markup("").join(whole.format(part) if i % 2 and len(part) <= _LONGEST_WHOLE else escape(part) for i, part in parts)
+    return Markup("").join(
+        whole.format(part) if i % 2 and len(part) <= _LONGEST_WHOLE else Markup(_DOT.sub(".<wbr>", escape(part)))
+        for i, part in parts
+    )
+
+
+def _whole_arguments(command: str) -> Markup:
+    """A command goes on in the next line between two arguments, and not behind the hyphen of a flag; long ones may be broken."""
+    from markupsafe import Markup, escape
+
+    whole = Markup('<span class="whole">{}</span>')
+    words = command.split(" ")
+    return Markup(" ").join(whole.format(word) if "-" in word and len(word) <= _LONGEST_WHOLE else escape(word) for word in words)
 
 
 def _slug(text: str) -> str:
