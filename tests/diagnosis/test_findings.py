@@ -7,14 +7,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import acemerge
 import model_zoo
 from acemerge.diagnosis.findings import findings, verdict
 from acemerge.diagnosis.report import diagnosis_page
+from acemerge.diagnosis.summary import Summary
+from acemerge.output.manifest import read_merge
+from acemerge.output.overreach import overreach
 from layered_models import layered
-from small_models import write_model
+from small_models import write_model, write_models
 
 
 def said(base: Path, experts: list[Path], **options: object) -> str:
@@ -141,3 +145,17 @@ def test_no_method_is_recommended_by_ace_s_own_objective(tmp_path: Path) -> None
     page = diagnosis_page(diagnosis)
     [figure] = [figure for figure in page.figures if figure.name == "forecast"]
     assert "not accuracy" in figure.caption
+
+
+def test_what_a_merge_will_warn_of_is_told_before(tmp_path: Path) -> None:
+    models = write_models(tmp_path)
+    label = "tsv_m:alpha=8"
+    diagnosis = acemerge.diagnose(models.base, models.experts, candidates=[label, "ace_auto"])
+    merge = acemerge.merge(models.base, models.experts, tmp_path / "out", method="tsv_m", alpha=8.0, quiet=True)
+    times = overreach(merge.plan, read_merge(tmp_path / "out").tensors)
+    assert times is not None
+    assert Summary(diagnosis).too_long == {label: pytest.approx(times, rel=1e-4)}
+    assert len(merge.plan.cautions) == 1
+    told = [finding for finding in findings(diagnosis) if f"{label} ({times:.1f} times)" in finding.text]
+    assert [finding.level for finding in told] == ["caution"]
+    assert "ace_auto (" not in told[0].text

@@ -259,6 +259,19 @@ def _ranks(summary: Summary) -> Iterator[Finding]:
         )
 
 
+def _too_long(summary: Summary) -> Iterator[Finding]:
+    """What `merge` would warn of when it is done."""
+    if summary.too_long:
+        told = ", ".join(f"{label} ({times:.1f} times)" for label, times in summary.too_long.items())
+        yield Finding(
+            "caution",
+            f"Merges that would be longer than a merge of these models should be: {told}. Of merges that went so far, almost all "
+            "that were measured were worse than averaging (docs/guard.md).",
+            "Evaluate them beside averaging.",
+            compare_with_averaging(summary.diagnosis),
+        )
+
+
 def compare_with_averaging(diagnosis: Diagnosis, only: Collection[int] | None = None) -> str:
     """On data of the user's: the base, the experts and averaging are scored besides."""
     return _sweep(diagnosis, "-m", DEFAULT_METHOD, "-m", "average", only=only)
@@ -280,7 +293,7 @@ def _rules(names: Sequence[str]) -> str:
 
 
 _LOOKS: tuple[Callable[[Summary], Iterator[Finding]], ...] = (
-    _origin, _far, _swapped, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks
+    _origin, _far, _swapped, _pairs_of_experts, _strength, _scale, _regularisation, _centring, _kept, _ranks, _too_long
 )  # fmt: skip
 
 

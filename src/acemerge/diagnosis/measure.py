@@ -31,6 +31,7 @@ from acemerge.numerics.frame import Frame, standard_frame
 from acemerge.numerics.linalg import directions_flops
 from acemerge.output.input_hashes import Hashes, hashing_inputs
 from acemerge.output.model_card import public_names
+from acemerge.output.overreach import share_of_directions, times_allowed
 from acemerge.planning.plan import Plan
 from acemerge.planning.progress import Progress
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, computed, core_shape, is_computed
@@ -50,6 +51,8 @@ class MergeForecast:
     """The same of all experts together, which strong ones dominate."""
     norm_ratio: float
     """|M| over the largest |D_t|."""
+    times_allowed: float | None
+    """|M| over the length above which `merge` warns, if the middle of the matrices is there."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +295,21 @@ class _Measure:
         return TensorDiagnosis(
             planned.name, planned.header.shape, kind_of(planned.name, len(planned.header.shape)), self.depth, planned.action,
             planned.reason, tuple(source.expert for source in chosen.experts), entries, gamma, heterogeneous, ridge_share,
-            mean_share, dict(_forecasts(planned.name, task_vectors, frame, looked_into)) if looked_into else {},
+            mean_share, dict(self._forecasts(chosen, task_vectors, frame, looked_into, entries)) if looked_into else {},
             self._spectra(chosen, task_vectors, frame, heterogeneous) if looked_into else None,
         )  # fmt: skip
+
+    def _forecasts(
+        self, chosen: ComputedTensor, task_vectors: Tensor, frame: Frame | None, candidates: Sequence[Candidate], entries: Entries
+    ) -> Iterator[tuple[str, MergeForecast]]:
+        objective = Objective(task_vectors, frame)
+        active = [energy for energy in entries.energies if energy > 0]
+        expert, share = math.sqrt(math.fsum(active) / len(active)), share_of_directions(chosen)
+        for candidate in candidates:
+            M = candidate.merge(chosen.name, task_vectors, frame).delta
+            length = float(M.double().norm())
+            times = times_allowed(length, expert, lambda: math.sqrt(entries.base_energy), share)
+            yield candidate.label, MergeForecast(*objective.of(M), length / math.sqrt(max(active)), times)
 
     def _spectra(self, chosen: ComputedTensor, task_vectors: Tensor, frame: Frame | None, heterogeneous: bool) -> Spectra:
         """Of P and M of ACE."""
@@ -303,16 +318,6 @@ class _Measure:
         P = ace(task_vectors, ace.options({**options, "refine": False}), context).delta
         M = ace(task_vectors, ace.options(options), context).delta if heterogeneous and options["refine"] else P
         return measure_spectra(task_vectors, P, M, (frame or standard_frame(task_vectors)).shape)
-
-
-def _forecasts(
-    name: str, task_vectors: Tensor, frame: Frame | None, candidates: Sequence[Candidate]
-) -> Iterator[tuple[str, MergeForecast]]:
-    objective = Objective(task_vectors, frame)
-    largest = max(float(D.double().norm()) for D in task_vectors)
-    for candidate in candidates:
-        M = candidate.merge(name, task_vectors, frame).delta
-        yield candidate.label, MergeForecast(*objective.of(M), float(M.double().norm()) / largest)
 
 
 def _regularisation(

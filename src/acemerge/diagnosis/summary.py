@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from acemerge.diagnosis.measure import Diagnosis, TensorDiagnosis
+from acemerge.output.overreach import evenly_spread, middle
 
 CAVEAT = "This is what ACE minimises, not accuracy: a smaller number does not mean a better merge."
 Matrix = list[list[float | None]]
@@ -73,6 +74,13 @@ class Summary:
 
     def _matrix(self, value: Callable[[int, int], float | None]) -> Matrix:
         return [[value(s, t) for t in self.tasks] for s in self.tasks]
+
+    @cached_property
+    def too_long(self) -> dict[str, float]:
+        """Of the candidates of which `merge` would warn, how far they go."""
+        looked = evenly_spread([tensor.forecasts for tensor in self.diagnosis.matrices if tensor.forecasts])
+        times = {label: middle([own[label].times_allowed for own in looked]) for label in self.diagnosis.candidates}
+        return {label: far for label, far in times.items() if far is not None and far > 1}
 
     @cached_property
     def energies(self) -> list[float]:

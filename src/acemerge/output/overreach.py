@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from acemerge.numerics.linalg import sum_of_squares
 from acemerge.output.manifest import TensorRecord
@@ -21,7 +22,7 @@ MOVED = 1 / 3
 """How far experts may have moved, of the base's length, for the measured merges to say anything: theirs moved 1 to 32%."""
 _MATRICES = 16
 """Looked at, evenly spread over the model: the base's are read for it."""
-
+Item = TypeVar("Item")
 
 _FLAGS = {
     "preset": "--preset",
@@ -67,24 +68,41 @@ def overreach(plan: Plan, tensors: Sequence[TensorRecord]) -> float | None:
         return None
     planned = {tensor.name: tensor for tensor in computed(plan.tensors) if len(tensor.header.shape) > 1}
     told = [record for record in tensors if record.name in planned and record.number("norm") is not None]
-    step = max(1, math.ceil(len(told) / _MATRICES))
-    found = [_of_matrix(plan, planned[record.name], record) for record in told[::step]]
+    return middle([_of_matrix(plan, planned[record.name], record) for record in evenly_spread(told)])
+
+
+def evenly_spread(matrices: Sequence[Item]) -> Sequence[Item]:
+    """Those that are looked at."""
+    return matrices[:: max(1, math.ceil(len(matrices) / _MATRICES))]
+
+
+def middle(found: Sequence[float | None]) -> float | None:
+    """What a whole model has."""
     known = [times for times in found if times is not None]
     return median(known) if known else None
 
 
 def _of_matrix(plan: Plan, planned: ComputedTensor, record: TensorRecord) -> float | None:
-    """|M| over what it may have: LIMIT sqrt(|W0| D) share^(3/4), and never less than D, an expert's own length."""
     merged, active = record.number("norm"), [norm for norm in record.numbers("task_norms") if norm > 0]
     if merged is None or not active:
         return None
     expert = math.sqrt(math.fsum(norm**2 for norm in active) / len(active))
+    return times_allowed(
+        merged, expert, lambda: math.sqrt(sum_of_squares(plan.base.read(planned.name))), share_of_directions(planned)
+    )
+
+
+def times_allowed(merged: float, expert: float, base: Callable[[], float], share: float) -> float | None:
+    """|M| over what it may have: LIMIT sqrt(|W0| D) share^(3/4), and never less than D, an expert's own length.
+
+    A change no longer than D is within bounds whatever the base is, so that most methods never read it again.
+    """
     if merged <= expert:
-        return merged / expert  # within bounds whatever the base is, so that most methods never read it again
-    base = math.sqrt(sum_of_squares(plan.base.read(planned.name)))
-    if expert > MOVED * base:
+        return merged / expert
+    length = base()
+    if expert > MOVED * length:
         return None
-    return merged / max(expert, reach(base, expert, _share_of_directions(planned)))
+    return merged / max(expert, reach(length, expert, share))
 
 
 def reach(base: float, expert: float, share: float) -> float:
@@ -92,7 +110,7 @@ def reach(base: float, expert: float, share: float) -> float:
     return LIMIT * math.sqrt(base * expert) * math.pow(share, 0.75)
 
 
-def _share_of_directions(planned: ComputedTensor) -> float:
+def share_of_directions(planned: ComputedTensor) -> float:
     """Adapters have few of a matrix's, together at most the sum of their ranks; full fine-tunes all."""
     _, rows, columns = matrix_shape(planned)
     return min(1.0, planned.fate.core.rank / min(rows, columns)) if planned.fate.core else 1.0
