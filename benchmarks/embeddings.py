@@ -2,7 +2,7 @@
 
     python benchmarks/embeddings.py --seeds 1
 
-Each method as it is and with a rule that averages the embeddings, on test texts of stories-6. What is done is kept, as in the bench.
+Each method as it is and with a rule that averages the embeddings, on test texts. What is done is kept, as in the bench.
 """
 
 from __future__ import annotations
