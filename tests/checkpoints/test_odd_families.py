@@ -104,9 +104,13 @@ _CLASSES = {
     "roc_bert": "RoCBertForMaskedLM",
     "roformer": "RoFormerForMaskedLM",
     "evolla": "EvollaForProteinText2Text",
+    "parakeet_ctc": "ParakeetForCTC",
+    "deformable_detr": "DeformableDetrModel",
+    "granite_speech5_ctc": "GraniteSpeech5ForCTC",
     "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3",
     "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
 }
+_OF_ONE_PART = ("kyutai_speech_to_text", "pegasus_x")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,17 @@ _CLASSES = {
         ("deepseek_ocr2", "model.qwen2_model.query_1024.weight", "averaged"),
         ("kosmos-2", "image_to_text_projection.latent_query", "averaged"),
         ("kosmos-2.5", "vision_model.embeddings.row_embedder.weight", "averaged"),
+        (
+            "kyutai_speech_to_text",
+            "codec_model.quantizer.semantic_residual_vector_quantizer.layers.0.codebook.embed_sum",
+            "averaged",
+        ),
+        ("qwen2_5_omni", "thinker.audio_tower.audio_bos_eos_token.weight", "averaged"),
+        ("qwen2_5_omni", "token2wav.code2wav_dit_model.text_embed.codec_embed.weight", "kept"),
+        ("pegasus_x", "model.encoder.embed_global.weight", "averaged"),
+        ("parakeet_ctc", "encoder.layers.0.self_attn.bias_u", "averaged"),
+        ("deformable_detr", "level_embed", "averaged"),
+        ("granite_speech5_ctc", "encoder.layers.0.self_attn.rel_pos_emb.weight", "averaged"),
         ("evolla", "model.protein_encoder.sequence_compressor_resampler.latents", "averaged"),
         ("ernie4_5_vl_moe", "model.layers.1.mlp.gate.weight_1", "averaged"),
         ("qwen3_vl_moe", "model.visual.deepstack_merger_list.0.linear_fc1.weight", "merged"),

@@ -65,7 +65,7 @@ _VOCABULARY = (
     "*token_type_embed*",
     "*hash_tok_embedding.weight",
     "*ngram_embeddings*",
-    "*codec_embedding*",  # of sounds and pictures that a model writes as tokens
+    "*codec_embed*",  # of sounds and pictures that a model writes as tokens
     "*codec_head*",
     "*generation_head.vision_head*",
 )
@@ -77,6 +77,8 @@ _LOOKUP_TABLES = (
     "*embedding",
     "*embeddings.weight",
     "*embedding.weight",
+    "*embed_global.weight",
+    "*bos_eos_token.weight",
     "*query_tokens*",
     "*latent_query",
     "*.query",
@@ -189,6 +191,8 @@ FAMILIES = (
             "*shared.weight",
             "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
             "*attention_biases",
+            "*level_embed",
+            "*rel_pos_emb.weight",
             "*latents",
         ),
     ),
@@ -197,9 +201,9 @@ FAMILIES = (
 # Constants that some versions of transformers store and others do not.
 BUFFERS = ("*position_ids", "*inv_freq", "*relative_position_index", "*num_batches_tracked", "*pos_idx_to_embed")
 
-# Never a linear map of activations, whatever its shape: biases, which a mixture of experts stacks to a matrix, and what a
-# state-space model (Mamba and its kin) decays, skips and steps by.
-NOT_LINEAR = ("*bias", "*A_log", "*.D", "*.dt_bias")
+# Never a linear map of activations, whatever its shape: biases, which a mixture of experts stacks to a matrix, what a
+# state-space model (Mamba and its kin) decays, skips and steps by, and the entries of a sound codec's book.
+NOT_LINEAR = ("*bias", "*bias_[uv]", "*A_log", "*.D", "*.dt_bias", "*codebook.embed_sum")
 
 # A task's own output layer: never merged, each expert's is kept beside the output.
 _TASK_HEAD_MODULES = {"classifier", "score", "qa_outputs", "classification_head", "classification_heads"}
