@@ -29,7 +29,7 @@ from acemerge.execute.pipeline import MergeResult
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- table of benchmarks/families.py -->", "<!-- end of the table -->"
-SECONDS = 180
+SECONDS = 60
 
 
 @dataclass(frozen=True)

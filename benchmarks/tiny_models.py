@@ -145,15 +145,15 @@ def _built(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreT
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """TimeoutError after so long."""
+    """TimeoutError after so much of the processor's time."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
+        raise TimeoutError(f"more than {seconds} s of processor time")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
