@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import VOCABULARY, Kind, kinds, time_limit, tiny_model
+from tiny_configs import VOCABULARY
+from tiny_models import Kind, kinds, time_limit, tiny_model
 
 import acemerge
 from acemerge.checkpoints.folder import open_checkpoint

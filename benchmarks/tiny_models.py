@@ -83,8 +83,8 @@ def tiny_model(model_type: str, kind: Kind) -> PreTrainedModel:
 
 def _config_class(model_type: str, model_class: type[PreTrainedModel]) -> type[PretrainedConfig]:
     """That of the model_type, unless its model of this kind is a part that has a config of its own, as MusicGen's decoder."""
-    whole = CONFIG_MAPPING[model_type]
-    part = model_class.config_class
+    whole: type[PretrainedConfig] = CONFIG_MAPPING[model_type]
+    part: type[PretrainedConfig] = model_class.config_class
     return part if part in getattr(whole, "sub_configs", {}).values() else whole
 
 

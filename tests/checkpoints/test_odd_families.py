@@ -110,7 +110,7 @@ _CLASSES = {
     "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3",
     "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
 }
-_OF_ONE_PART = ("kyutai_speech_to_text", "pegasus_x")
+_OF_ONE_PART = ("cohere_asr", "kyutai_speech_to_text", "pegasus_x")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,8 @@ _OF_ONE_PART = ("kyutai_speech_to_text", "pegasus_x")
         ("parakeet_ctc", "encoder.layers.0.self_attn.bias_u", "averaged"),
         ("deformable_detr", "level_embed", "averaged"),
         ("granite_speech5_ctc", "encoder.layers.0.self_attn.rel_pos_emb.weight", "averaged"),
+        ("granite_speech5_ctc", "encoder.out_mid.weight", "averaged"),
+        ("cohere_asr", "log_softmax.mlp.layer0.weight", "kept"),
         ("evolla", "model.protein_encoder.sequence_compressor_resampler.latents", "averaged"),
         ("ernie4_5_vl_moe", "model.layers.1.mlp.gate.weight_1", "averaged"),
         ("qwen3_vl_moe", "model.visual.deepstack_merger_list.0.linear_fc1.weight", "merged"),

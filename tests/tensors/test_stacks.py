@@ -114,7 +114,7 @@ def test_stacks_of_transformers_own_classes(model_type: str) -> None:
     experts = [fine_tuned(base, task, strength=0.02 * 2.0**task) for task in range(3)]
 
     def unstacked(model: Tensors) -> dict[str, Tensor]:
-        found = {}
+        found: dict[str, Tensor] = {}
         for expert in range(EXPERTS):
             both, down = (model[f"layers.0.mlp.experts.{name}"][expert] for name in ("gate_up_proj", "down_proj"))
             both, down = (both.T, down.T) if in_out else (both, down)

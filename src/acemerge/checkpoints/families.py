@@ -68,6 +68,7 @@ _VOCABULARY = (
     "*codec_embed*",  # of sounds and pictures that a model writes as tokens
     "*codec_head*",
     "*generation_head.vision_head*",
+    "log_softmax.mlp.*",  # Cohere's ASR
 )
 # Of towers for images and sound: positions, classes and queries that are added or looked up, and multiply nothing.
 _LOOKUP_TABLES = (
@@ -192,6 +193,8 @@ FAMILIES = (
             "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
             "*attention_biases",
             "*level_embed",
+            "encoder.out.weight",  # Granite's CTC: over the vocabulary, and back
+            "encoder.out_mid.weight",
             "*rel_pos_emb.weight",
             "*latents",
         ),
