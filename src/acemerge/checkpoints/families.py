@@ -193,6 +193,7 @@ FAMILIES = (
             "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
             "*attention_biases",
             "*level_embed",
+            "cls.weight",  # UltraBERT's output layer
             "encoder.out.weight",  # Granite's CTC: over the vocabulary, and back
             "encoder.out_mid.weight",
             "*rel_pos_emb.weight",
