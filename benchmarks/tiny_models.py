@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny_configs import NEEDED, VOCABULARY
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,7 +27,6 @@ KINDS = {
 """Kind of model -> transformers' lists of classes, the first that has a model_type counts."""
 
 MOST_WEIGHTS = 30_000_000
-VOCABULARY = 101
 
 # A number whose name matches is at most this. The first match counts.
 _SMALL = (
@@ -47,22 +47,6 @@ _SMALL = (
     (r"intermediate|ffn|mlp_dim|d_ff|n_inner|feed_forward|expert_dim|inner_dim", 48),
     (r"hidden|d_model|n_embd|embed|width|projection_dim|dim$|channels$|_size$", 32),
 )
-
-
-# What some configs need besides.
-MORE: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "hidden_size": 32},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "reformer": {"is_decoder": True},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},
-    "esmc": {"num_key_value_heads": 4},
-    "wav2vec2-bert": {"vocab_size": VOCABULARY},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-}
 
 
 @dataclass(frozen=True)
@@ -91,11 +75,17 @@ def tiny_model(model_type: str, kind: Kind) -> PreTrainedModel:
     reasons = []
     for widths in (True, False):  # some models' widths hang together in ways that their names do not tell
         try:
-            config = _tiny_config(CONFIG_MAPPING[model_type], widths)
-            return _built(model_class, config)
+            return _built(model_class, _tiny_config(_config_class(model_type, model_class), widths))
         except Exception as error:
             reasons.append(error)
     raise reasons[0]
+
+
+def _config_class(model_type: str, model_class: type[PreTrainedModel]) -> type[PretrainedConfig]:
+    """That of the model_type, unless its model of this kind is a part that has a config of its own, as MusicGen's decoder."""
+    whole: type[PretrainedConfig] = CONFIG_MAPPING[model_type]
+    part: type[PretrainedConfig] = model_class.config_class
+    return part if part in getattr(whole, "sub_configs", {}).values() else whole
 
 
 def _tiny_config(config_class: type[PretrainedConfig], widths: bool) -> PretrainedConfig:
@@ -104,18 +94,28 @@ def _tiny_config(config_class: type[PretrainedConfig], widths: bool) -> Pretrain
 
 def _small_numbers(config_class: type[PretrainedConfig], widths: bool) -> dict[str, Any]:
     """The numbers to make it with; of configs within it, too."""
-    default = config_class()
+    needed = NEEDED.get(config_class.model_type, {})
+    default = _default(config_class, needed)
     parts = {name: getattr(default, name, None) for name in getattr(config_class, "sub_configs", {})}
     found: dict[str, Any] = {}
     for name, part in parts.items():
         if isinstance(part, PretrainedConfig):
             small = _small_numbers(type(part), widths)
             found[name] = {"model_type": part.model_type, **small} if part.model_type else small
-    found |= MORE.get(config_class.model_type, {})
     for name, value in default.to_dict().items():
-        if name not in parts and name not in found and (smaller := _smaller(name, value, widths)) is not None:
+        if name not in parts and (smaller := _smaller(name, value, widths)) is not None:
             found[name] = smaller
+    for name, value in needed.items():
+        found[name] = {**found[name], **value} if name in parts and name in found else value
     return found
+
+
+def _default(config_class: type[PretrainedConfig], needed: dict[str, Any]) -> PretrainedConfig:
+    """Some classes refuse their own defaults."""
+    try:
+        return config_class()
+    except Exception:  # whatever a config's checks raise
+        return config_class(**needed)
 
 
 def _smaller(name: str, value: Any, widths: bool) -> Any:
@@ -136,20 +136,24 @@ def _built(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreT
     if size > MOST_WEIGHTS:
         raise ValueError(f"{size / 1e6:.0f} million weights at the least")
     torch.manual_seed(0)
-    return model_class(config).eval()
+    model = model_class(config).eval()
+    for weight in model.state_dict().values():  # some classes leave weights to what memory holds
+        if weight.is_floating_point() and not weight.isfinite().all():
+            weight.normal_(std=0.02)
+    return model
 
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """TimeoutError after so long."""
+    """TimeoutError after so much of the processor's time."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
+        raise TimeoutError(f"more than {seconds} s of processor time")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

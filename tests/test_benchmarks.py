@@ -177,3 +177,10 @@ def test_extraction_is_measured_against_a_stand_in(tmp_path: Path, monkeypatch: 
     found = json.loads(result.read_text())
     assert found["acemerge"]["matrices"] == found["mergekit"]["matrices"] == 7
     assert 0 < found["mergekit"]["relative_error"] < found["acemerge"]["relative_error"] < 1  # ours is rounded to bfloat16
+
+
+@pytest.mark.parametrize(("model_type", "preset"), [("roc_bert", "bert"), ("hunyuan_v1_moe", "llm"), ("granite4_vision", "vlm")])
+def test_the_smallest_model_of_a_family_is_merged_and_loaded(model_type: str, preset: str) -> None:
+    script = load_script("benchmarks/families.py")
+    found = script.attempt(model_type, script.kinds()[model_type])
+    assert (found.problem, found.preset, found.vocabulary_merged) == ("", preset, ())

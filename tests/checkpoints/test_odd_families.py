@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from acemerge.checkpoints.folder import open_checkpoint
+from acemerge.checkpoints.folder import from_state_dict, open_checkpoint
 from acemerge.planning.plan import Plan
 from acemerge.planning.planner import build_plan
 from acemerge.recipe.recipe import make_recipe
@@ -96,3 +97,68 @@ def test_only_linear_maps_merge(model: Any, averaged: list[str], merged: list[st
 def test_a_method_for_every_tensor_takes_them_all(tmp_path: Path) -> None:
     plan = planned(_gpt_oss(), tmp_path / "base", "task_arithmetic")
     assert {tensor.action for tensor in plan.tensors} == {"merged"}
+
+
+# Classes whose names do not say that the model sees and writes.
+_CLASSES = {
+    "roc_bert": "RoCBertForMaskedLM",
+    "roformer": "RoFormerForMaskedLM",
+    "evolla": "EvollaForProteinText2Text",
+    "parakeet_ctc": "ParakeetForCTC",
+    "ultrabert": "UltraBertForMaskedLM",
+    "deformable_detr": "DeformableDetrModel",
+    "granite_speech5_ctc": "GraniteSpeech5ForCTC",
+    "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3",
+    "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
+}
+_OF_ONE_PART = ("cohere_asr", "kyutai_speech_to_text", "pegasus_x")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "action"),
+    [
+        ("roc_bert", "roc_bert.embeddings.shape_embed.weight", "kept"),
+        ("roc_bert", "roc_bert.embeddings.pronunciation_embed.weight", "kept"),
+        ("roformer", "roformer.encoder.embed_positions.weight", "kept"),
+        ("florence2", "model.language_model.shared.weight", "kept"),
+        ("chameleon", "model.language_model.embed_tokens.weight", "kept"),
+        ("diffusion_gemma", "model.decoder.embed_tokens.weight", "kept"),
+        ("nemotron_h_omni", "language_model.backbone.embeddings.weight", "kept"),
+        ("qwen3_omni_moe", "talker.code_predictor.model.codec_embedding.7.weight", "kept"),
+        ("qwen3_omni_moe", "talker.codec_head.weight", "kept"),
+        ("janus", "model.generation_head.vision_head.weight", "kept"),
+        ("aria", "multi_modal_projector.query", "averaged"),
+        ("deepseek_ocr2", "model.qwen2_model.query_1024.weight", "averaged"),
+        ("kosmos-2", "image_to_text_projection.latent_query", "averaged"),
+        ("kosmos-2.5", "vision_model.embeddings.row_embedder.weight", "averaged"),
+        (
+            "kyutai_speech_to_text",
+            "codec_model.quantizer.semantic_residual_vector_quantizer.layers.0.codebook.embed_sum",
+            "averaged",
+        ),
+        ("qwen2_5_omni", "thinker.audio_tower.audio_bos_eos_token.weight", "averaged"),
+        ("qwen2_5_omni", "token2wav.code2wav_dit_model.text_embed.codec_embed.weight", "kept"),
+        ("pegasus_x", "model.encoder.embed_global.weight", "averaged"),
+        ("parakeet_ctc", "encoder.layers.0.self_attn.bias_u", "averaged"),
+        ("deformable_detr", "level_embed", "averaged"),
+        ("granite_speech5_ctc", "encoder.layers.0.self_attn.rel_pos_emb.weight", "averaged"),
+        ("granite_speech5_ctc", "encoder.out_mid.weight", "averaged"),
+        ("ultrabert", "cls.weight", "averaged"),
+        ("cohere_asr", "log_softmax.mlp.layer0.weight", "kept"),
+        ("evolla", "model.protein_encoder.sequence_compressor_resampler.latents", "averaged"),
+        ("ernie4_5_vl_moe", "model.layers.1.mlp.gate.weight_1", "averaged"),
+        ("qwen3_vl_moe", "model.visual.deepstack_merger_list.0.linear_fc1.weight", "merged"),
+    ],
+)
+def test_tables_routers_and_layers_over_a_vocabulary_are_no_linear_maps(model_type: str, name: str, action: str) -> None:
+    """By their names in files of these families."""
+    config = {
+        "model_type": model_type,
+        "architectures": [_CLASSES.get(model_type, "ForConditionalGeneration")],
+        "text_config": {},
+    }
+    names = (name, "model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.up_proj.weight")
+    base = from_state_dict({each: torch.zeros(6, 4) for each in names}, "base")
+    experts = [replace(base, name=name) for name in ("one", "two")]
+    plan = build_plan(make_recipe({"base": "base", "experts": ["one", "two"], "method": "ace"}), base, experts, config)
+    assert {tensor.name: tensor.action for tensor in plan.tensors}[name] == action

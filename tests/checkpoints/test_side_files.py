@@ -48,6 +48,14 @@ def test_the_output_holds_what_it_should_and_no_more(furnished: Models, tmp_path
     assert "about the base" not in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_the_voices_of_a_model_that_speaks_are_no_weights(furnished: Models, tmp_path: Path) -> None:
+    for name in ("spk_dict.pt", "optimizer.pt"):
+        (furnished.base / name).write_bytes(b"not weights")
+    merge(furnished, tmp_path / "out")
+    assert (tmp_path / "out" / "spk_dict.pt").read_bytes() == b"not weights"
+    assert not (tmp_path / "out" / "optimizer.pt").exists()
+
+
 def test_nothing_local_is_written(furnished: Models, tmp_path: Path) -> None:
     merge(furnished, tmp_path / "out")
     texts = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".md", ".yaml", ".json")]

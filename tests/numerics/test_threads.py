@@ -1,6 +1,8 @@
 """Sharing work: order, errors, nesting, and torch's number of threads, which is the process's."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -112,3 +114,31 @@ def test_the_number_of_threads_changes_nothing_that_matters(name: str, shape: tu
             merged.append(method(task_vectors, method.options({})).delta)
     for other in merged[1:]:
         torch.testing.assert_close(other, merged[0], rtol=0, atol=1e-4 * float(merged[0].abs().max()))
+
+
+_TWO = {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+_LATE = """
+import torch
+from threadpoolctl import threadpool_info
+from acemerge.execute.compute import compute_threads
+from acemerge.numerics.blas import syrk
+from acemerge.numerics.threads import share
+
+def threads():
+    return {library["num_threads"] for library in threadpool_info() if "scipy.libs" in library["filepath"]}
+
+torch.set_num_threads(2)
+share(abs, [1, 2])  # looks for BLAS libraries before scipy's is there
+assert not threads()
+syrk(torch.zeros(4, 4), torch.ones(3, 4), 1.0)
+assert share(lambda _: threads(), range(4)) == [{1}] * 4
+"""
+
+
+def test_a_library_that_is_loaded_late_is_limited_too() -> None:
+    subprocess.run([sys.executable, "-c", _LATE], check=True, env=os.environ | _TWO)
+
+
+def test_a_limit_of_threads_reaches_the_library() -> None:
+    with_limit = _LATE.partition("torch.set_num_threads")[0] + "with compute_threads(1):\n    assert threads() == {1}\n"
+    subprocess.run([sys.executable, "-c", with_limit], check=True, env=os.environ | _TWO)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama4 import modeling_llama4
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 import acemerge
 from acemerge.checkpoints.folder import from_state_dict
@@ -66,7 +70,7 @@ def config(model_type: str) -> dict[str, Any]:
     return {"model_type": model_type, "hidden_size": HIDDEN}
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "llama4_text", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["mixtral", "llama4_text", "gpt_oss", "qwen3_vl_moe"])
 @pytest.mark.parametrize("method", ["ace", "ace_auto", "tsv_m", "iso_c", "cart", "wudi", "knots_ties", "core_space"])
 def test_the_same_as_the_model_stored_unfused(model_type: str, method: str) -> None:
     base, experts = unfused()
@@ -77,6 +81,54 @@ def test_the_same_as_the_model_stored_unfused(model_type: str, method: str) -> N
     assert merged.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(merged[name], weight, rtol=1e-5, atol=1e-5)
+
+
+# Of a mixture's experts in transformers: what makes them, the order of their axes, and where gate and up lie along the outputs.
+_SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
+CLASSES: dict[str, tuple[Callable[[], torch.nn.Module], bool, tuple[slice, slice]]] = {
+    "gpt_oss": (
+        lambda: modeling_gpt_oss.GptOssExperts(transformers.GptOssConfig(**_SIZES)),
+        True,
+        (slice(0, None, 2), slice(1, None, 2)),
+    ),
+    "llama4_text": (
+        lambda: modeling_llama4.Llama4TextExperts(transformers.Llama4TextConfig(**_SIZES)),
+        True,
+        (slice(0, INNER), slice(INNER, None)),
+    ),
+    "qwen3_vl_moe": (
+        lambda: modeling_qwen3_vl_moe.Qwen3VLMoeTextExperts(
+            transformers.Qwen3VLMoeTextConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
+        ),
+        False,
+        (slice(0, INNER), slice(INNER, None)),
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_stacks_of_transformers_own_classes(model_type: str) -> None:
+    """Merged as the matrices are by which the class computes: gate and up are those slices of what it makes of its inputs."""
+    make, in_out, slices = CLASSES[model_type]
+    shapes = {name: weight.shape for name, weight in make().named_parameters() if not name.endswith("bias")}
+    generator = torch.Generator().manual_seed(0)
+    base = {f"layers.0.mlp.experts.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    experts = [fine_tuned(base, task, strength=0.02 * 2.0**task) for task in range(3)]
+
+    def unstacked(model: Tensors) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for expert in range(EXPERTS):
+            both, down = (model[f"layers.0.mlp.experts.{name}"][expert] for name in ("gate_up_proj", "down_proj"))
+            both, down = (both.T, down.T) if in_out else (both, down)
+            gate, up = (both[part] for part in slices)
+            own = {"gate": gate, "up": up, "down": down}
+            found |= {f"layers.0.mlp.experts.{expert}.{name}_proj.weight": w.contiguous() for name, w in own.items()}
+        return found
+
+    merged = acemerge.merge_state_dicts(base, experts, method="ace", config=config(model_type))
+    apart = acemerge.merge_state_dicts(unstacked(base), list(map(unstacked, experts)), method="ace", config=config("qwen3_moe"))
+    for name, weight in unstacked(merged).items():
+        torch.testing.assert_close(weight, apart[name], rtol=1e-5, atol=1e-5)
 
 
 def plan_of(base: Tensors, settings: Mapping[str, Any], **fields: Any) -> Plan:

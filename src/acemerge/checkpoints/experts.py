@@ -17,7 +17,7 @@ _IN_A_MIXTURE = ("*experts.*", "*.input_linear.weight", "*.output_linear.weight"
 _STORED_IN_OUT = frozenset("gpt_oss openai_privacy_filter llama4 llama4_text aria aria_text qwen3_vl_moe".split())
 
 _ROUTERS = ("*router.weight", "*router.*.weight")
-_GATES = ("gate.weight", "gate.wg.weight", "gate.*.weight")
+_GATES = ("gate.weight", "gate.weight_1", "gate.wg.weight", "gate.*.weight")  # ERNIE-VL has two: of text and of images
 
 
 def stacked_matrices(name: str, header: TensorHeader) -> int:

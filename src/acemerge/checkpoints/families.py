@@ -60,6 +60,15 @@ _VOCABULARY = (
     "decoder.weight",
     "output.weight",
     "*transformer.w.weight",
+    "*input_embedding.weight",
+    "*segment_embedding.weight",
+    "*token_type_embed*",
+    "*hash_tok_embedding.weight",
+    "*ngram_embeddings*",
+    "*codec_embed*",  # of sounds and pictures that a model writes as tokens
+    "*codec_head*",
+    "*generation_head.vision_head*",
+    "log_softmax.mlp.*",  # Cohere's ASR
 )
 # Of towers for images and sound: positions, classes and queries that are added or looked up, and multiply nothing.
 _LOOKUP_TABLES = (
@@ -69,8 +78,15 @@ _LOOKUP_TABLES = (
     "*embedding",
     "*embeddings.weight",
     "*embedding.weight",
+    "*embed_global.weight",
+    "*bos_eos_token.weight",
     "*query_tokens*",
+    "*latent_query",
+    "*.query",
+    "*.query_[0-9]*.weight",
     "*latents",
+    "*column_embedder.weight",
+    "*row_embedder.weight",
     "*relative_position_bias_table",
     "*rel_pos_*",
     "*embeddings_table*",
@@ -82,10 +98,12 @@ FAMILIES = (
         "bert",
         "encoder matrices merge",
         frozenset(
-            ("bert roberta xlm-roberta camembert distilbert electra mpnet albert deberta deberta-v2 roformer ernie").split()
+            (
+                "bert roberta xlm-roberta camembert distilbert electra mpnet albert deberta deberta-v2 roformer ernie roc_bert"
+            ).split()
         ),
         signature="*encoder.layer.*.attention.self.query.weight",
-        kept=("*bias*", "*LayerNorm*", "*layer_norm*", "*embeddings*"),
+        kept=("*bias*", "*LayerNorm*", "*layer_norm*", "*embeddings*", "*embed_positions*"),
         kept_in_words="embeddings, biases and norms",
     ),
     Family(
@@ -119,10 +137,10 @@ FAMILIES = (
             (
                 "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 gemma3n gemma4 llava llava_next"
                 " llava_onevision mistral3 llama4 paligemma idefics2 idefics3 smolvlm internvl glm4v glm4v_moe cohere2_vision"
-                " qwen2_audio voxtral"
+                " qwen2_audio voxtral chameleon diffusion_gemma nemotron_h_omni"
             ).split()
         ),
-        kept=_VOCABULARY,
+        kept=("*shared.weight", *_VOCABULARY),
         kept_in_words="embed_tokens and lm_head",
         averaged=_LOOKUP_TABLES,
         stored_in_out=("*mm_input_projection_weight",),  # Gemma3's projector multiplies by it from the right
@@ -174,16 +192,22 @@ FAMILIES = (
             "*shared.weight",
             "*relative_position_bias_table",  # Swin and its kin: a number per head and distance, added, not multiplied
             "*attention_biases",
+            "*level_embed",
+            "cls.weight",  # UltraBERT's output layer
+            "encoder.out.weight",  # Granite's CTC: over the vocabulary, and back
+            "encoder.out_mid.weight",
+            "*rel_pos_emb.weight",
+            "*latents",
         ),
     ),
 )
 
 # Constants that some versions of transformers store and others do not.
-BUFFERS = ("*position_ids", "*inv_freq", "*relative_position_index", "*num_batches_tracked")
+BUFFERS = ("*position_ids", "*inv_freq", "*relative_position_index", "*num_batches_tracked", "*pos_idx_to_embed")
 
-# Never a linear map of activations, whatever its shape: biases, which a mixture of experts stacks to a matrix, and what a
-# state-space model (Mamba and its kin) decays, skips and steps by.
-NOT_LINEAR = ("*bias", "*A_log", "*.D", "*.dt_bias")
+# Never a linear map of activations, whatever its shape: biases, which a mixture of experts stacks to a matrix, what a
+# state-space model (Mamba and its kin) decays, skips and steps by, and the entries of a sound codec's book.
+NOT_LINEAR = ("*bias", "*bias_[uv]", "*A_log", "*.D", "*.dt_bias", "*codebook.embed_sum")
 
 # A task's own output layer: never merged, each expert's is kept beside the output.
 _TASK_HEAD_MODULES = {"classifier", "score", "qa_outputs", "classification_head", "classification_heads"}

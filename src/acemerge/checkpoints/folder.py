@@ -110,12 +110,15 @@ class Checkpoint:
         if self.folder is None:
             return
         for path in sorted(self.folder.iterdir()):
-            is_weights = path.name.endswith((*weight_suffixes(), *_OTHER_WEIGHTS, ".index.json"))
+            ends_so = path.name.endswith((*weight_suffixes(), *_OTHER_WEIGHTS, ".index.json"))
+            is_weights = ends_so and path.name not in NO_WEIGHTS
             hidden = path.name.startswith(".")
             if path.is_file() and not hidden and not is_weights and path.name not in NOT_COPIED:
                 yield path
 
 
+NO_WEIGHTS = {"spk_dict.pt"}
+"""Copied although they end as weights do: the voices of Qwen2.5-Omni, without which transformers does not load it."""
 NOT_COPIED = {"README.md", "acemerge.yaml", "acemerge_manifest.json", "training_args.bin", "adapter_config.json"}
 
 

@@ -8,11 +8,12 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from acemerge.checkpoints.folder import NO_WEIGHTS
 from acemerge.checkpoints.formats.registry import formats, weight_suffixes
 from acemerge.errors import InputError, first_line
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
-_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.tiktoken"]
+_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.tiktoken", *NO_WEIGHTS]
 
 
 @dataclass(frozen=True)

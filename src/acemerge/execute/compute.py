@@ -9,6 +9,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from acemerge.errors import InputError, first_line
+from acemerge.numerics.blas import load
 
 
 def torch_device(name: str) -> torch.device:
@@ -30,6 +31,7 @@ def compute_threads(threads: int | None) -> Iterator[None]:
         return
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    load()  # a library that comes later would take all cores
     try:
         with threadpool_limits(limits=threads):
             yield

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from acemerge.numerics.threads import look_for_blas_again
+
 _LETTERS = {torch.float32: "s", torch.float64: "d"}
 _SCALARS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
@@ -110,9 +112,16 @@ _get_name.restype, _get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
 
 @cache
 def _function(name: str) -> Callable[..., None]:
-    from scipy.linalg import cython_blas, cython_lapack  # takes a tenth of a second: not for methods that need no BLAS
-
-    capsules = {**cython_blas.__pyx_capi__, **cython_lapack.__pyx_capi__}
+    capsules = load()
     signature = _get_name(capsules[name])
     arguments = [ctypes.c_void_p] * (signature.count(b",") + 1)
     return ctypes.CFUNCTYPE(None, *arguments)(_get_pointer(capsules[name], signature))
+
+
+@cache
+def load() -> dict[str, Any]:
+    """The library's functions. Before that no limit of threads reaches it."""
+    from scipy.linalg import cython_blas, cython_lapack  # takes a tenth of a second: not for methods that need no BLAS
+
+    look_for_blas_again()
+    return {**cython_blas.__pyx_capi__, **cython_lapack.__pyx_capi__}

@@ -85,6 +85,11 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController().select(user_api="blas")
 
 
+def look_for_blas_again() -> None:
+    """To be called when one has been loaded: `share` limits what it knows, and other threads fight for cores."""
+    _blas.cache_clear()
+
+
 _torch_at_rest = _TorchAtRest()
 _worker = threading.local()
 
