@@ -94,6 +94,7 @@ def measure(commands: dict[str, list[str | Path]], folder: Path, threads: int, r
     runs: dict[str, list[Run]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
+            os.sync()  # what the one before left to be written is not this one's work
             runs[name].append(run_command(command, environment, folder / "log"))
             weights = folder / "merged" / "model.safetensors"
             assert weights.stat().st_size > 0.99 * (folder / "base" / "model.safetensors").stat().st_size

@@ -141,6 +141,22 @@ def test_models_of_one_name_are_told_apart(tmp_path: Path) -> None:
         ("merge_method: ties\nbase_model: b\nmodel: [{model: a}]\n", 3, "mergekit has no field 'model': did you mean 'models'?"),
         ("merge_method: ties\nbase_model: b\nmodels:\n- {model: a}\n", 4, "method 'ties' needs a 'weight' for 'a'"),
         ("merge_method: ties\nmodels: [{model: a}]\n", 1, "method 'ties' needs a base_model"),
+        ("merge_method: liner\nmodels: [{model: a}]\n", 1, "of mergekit's, did you mean 'linear'?"),
+        (
+            "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: heavy}\n",
+            4,
+            "'weight' must be a number; given: 'heavy'",
+        ),
+        (
+            "merge_method: ties\nbase_model: b\nmodels: [{model: a}]\nparameters:\n  density: 2\n",
+            5,
+            "'density' must be a number above 0",
+        ),
+        (
+            "merge_method: dare_ties\nbase_model: b\nmodels: [{model: a}]\nparameters: {density: [1, 0], weight: 1}\n",
+            4,
+            "'density' must",
+        ),
         ("merge_method: ties\nbase_model: b\nmodels:\n- model: a\n  parameters:\n    wieght: 1\n    weight: 1\n", 6, "'wieght'"),
         ("merge_method: ties\nbase_model: b\nmodels: [{model: a}]\nparameters:\n  weight: 1\n  rescale: true\n", 6, "rescale:"),
         ("merge_method: linear\nmodels:\n- model: a\n  layer_range: [0, 1]\n", 4, "there is no field 'layer_range' here"),
@@ -160,6 +176,11 @@ def test_refused_by_name_and_line(tmp_path: Path, text: str, line: int, problem:
         converted(tmp_path, text)
     assert str(caught.value).startswith(f"config.yaml, line {line}: ")
     assert problem in str(caught.value)
+
+
+def test_numbers_that_yaml_takes_for_text(tmp_path: Path) -> None:
+    text = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1e-3}\n- model: b\n  parameters: {weight: 2}\n"
+    assert converted(tmp_path, text).options["weights"] == {"a": 0.001, "b": 2}
 
 
 def test_vocabularies(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from acemerge.errors import InputError, did_you_mean
-from acemerge.recipe.mergekit_methods import Parameters, Setting, Translation, translation_of
+from acemerge.recipe.mergekit_methods import TRANSLATIONS, Parameters, Setting, Translation, translation_of
 from acemerge.recipe.yaml_lines import Key, Lines
 
 _FIELDS = frozenset(
@@ -62,6 +62,10 @@ def convert(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return _Conversion(fields, Lines(path)).recipe()
 
 
+def _near(method: str) -> str:
+    return did_you_mean(method, TRANSLATIONS)
+
+
 class _Conversion:
     def __init__(self, fields: Mapping[str, Any], lines: Lines) -> None:
         self.fields, self.lines = fields, lines
@@ -92,7 +96,7 @@ class _Conversion:
     def _slice(self, each: Any, key: Key) -> OutputSlice:
         self._only(each, key, {"sources", "parameters", "base_model", "residual_weight"})
         if each.get("residual_weight") is not None:
-            self.refuse((*key, "residual_weight"), "'residual_weight' is not read; mergekit's own methods do not read it either")
+            self.refuse((*key, "residual_weight"), "'residual_weight' is not read, by mergekit's own methods either; drop it")
         sources = self._sources(each.get("sources") or [], (*key, "sources"), layers=True)
         return OutputSlice(sources, self._parameters(each, key), key)
 
@@ -136,7 +140,7 @@ class _Conversion:
             return given
         self._only(given, key, {"model", "lora", "override_architecture"})
         if given.get("override_architecture"):
-            problem = "override_architecture is not read; the base's config.json says what it is"
+            problem = "override_architecture is not read; drop it, the base's config.json says what it is"
             self.refuse((*key, "override_architecture"), problem)
         parts = [self._path(given[name], (*key, name)) for name in ("model", "lora") if given.get(name)]
         if not given.get("model"):
@@ -174,7 +178,8 @@ class _Conversion:
         method = self.fields["merge_method"]
         found = translation_of(str(method))
         if found.base == "apart" and self.base is None:
-            self.refuse(("merge_method",), f"method '{method}' needs a base_model")
+            others = "" if method in TRANSLATIONS else f", if it is one of ours; of mergekit's, {_near(str(method))}"
+            self.refuse(("merge_method",), f"method '{method}' needs a base_model{others}")
         return found
 
     def recipe(self) -> dict[str, Any]:

@@ -120,8 +120,10 @@ class Parameters:
     def _changed(self, given: Any, key: Key, change: Callable[[Any], Any]) -> Any:
         try:
             return change(given)
-        except (TypeError, ValueError, OverflowError):
-            self.refuse(key, f"it must be a number; given: {shortened(repr(given))}")
+        except (TypeError, ValueError, OverflowError) as error:
+            name = next(part for part in reversed(key) if isinstance(part, str))
+            bounds = f" {error}" if isinstance(error, _OutOfBoundsError) else ""
+            self.refuse(key, f"'{name}' must be a number{bounds}; given: {shortened(repr(given))}")
 
     def _value(self, given: Any, key: Key, change: Callable[[Any], Any], otherwise: Any) -> Any:
         if isinstance(given, dict):
@@ -142,6 +144,10 @@ class Parameters:
         if otherwise is _NOTHING or otherwise is None:
             self.refuse(key, "its filters leave tensors without a value; end with a value that has no filter")
         return [*rules, *(otherwise if is_list_of_rules(otherwise) else [{"value": otherwise}])]
+
+
+class _OutOfBoundsError(ValueError):
+    """Says between what a number must lie."""
 
 
 def _is_rule(given: Any) -> bool:
@@ -174,9 +180,21 @@ class Translation:
 _NO_MASKS = "saves memory in mergekit; here there is no mask to store, and the result is the same"
 
 
+def _number(given: Any) -> float:
+    """YAML takes 1e-3, which has no point, for a text."""
+    return given if isinstance(given, int | float) else float(given)
+
+
+def _share(given: Any) -> float:
+    share = float(given)
+    if not 0 < share <= 1:
+        raise _OutOfBoundsError("above 0, at most 1")
+    return share
+
+
 def _weights(parameters: Parameters) -> Any:
     """A weight for each expert, also where it is the same for all."""
-    found = parameters.for_each("weight")
+    found = parameters.for_each("weight", change=_number)
     return found if isinstance(found, dict) and BY_LAYER not in found else dict.fromkeys(parameters.experts, found)
 
 
@@ -228,12 +246,12 @@ def _rescaled(parameters: Parameters) -> dict[str, Any]:
 
 
 def _dropped(density: Any) -> float:
-    return round(1 - float(density), 12)
+    return round(1 - _share(density), 12)
 
 
 def _ties(parameters: Parameters) -> dict[str, Any]:
     _no_rescale(parameters)
-    keep = parameters.for_each("density", 1.0, float)
+    keep = parameters.for_each("density", 1.0, _share)
     return {**_elected(parameters, True), "keep": keep, "scope": "tensor", **_scale(parameters)}
 
 
@@ -252,7 +270,7 @@ def _dare_ties(parameters: Parameters) -> dict[str, Any]:
 def _outliers(parameters: Parameters) -> dict[str, Any]:
     """mergekit leaves a tensor alone at density 1, outliers too."""
     _no_rescale(parameters)
-    keep, outliers = parameters.for_each("density", 1.0, float), parameters.same_for_all("gamma", 0.01)
+    keep, outliers = parameters.for_each("density", 1.0, _share), parameters.same_for_all("gamma", 0.01)
     return {"keep": keep, "outliers": 0.0 if keep == 1.0 else outliers, **_scale(parameters)}
 
 
@@ -346,7 +364,7 @@ def _of_our_own(parameters: Parameters) -> dict[str, Any]:
     return {**parameters.others(), **({} if alpha is None else {"alpha": alpha})}
 
 
-_TRANSLATIONS = {
+TRANSLATIONS = {
     "linear": Translation("linear", "among", _linear),
     "slerp": Translation("slerp", "first", _slerp),
     "nuslerp": Translation("nuslerp", "either", _nuslerp),
@@ -368,8 +386,9 @@ _TRANSLATIONS = {
     "ramplus_tl": Translation("ram_plus", "apart", _ram_plus),
     "passthrough": Translation("passthrough", "among", _passthrough),
 }
+"""Of every method of mergekit's."""
 
 
 def translation_of(method: str) -> Translation:
     """Of mergekit's, or of ours under its own name."""
-    return _TRANSLATIONS.get(method) or Translation(method, "apart", _of_our_own)
+    return TRANSLATIONS.get(method) or Translation(method, "apart", _of_our_own)
