@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 PAGE = Path(__file__).parents[2] / "docs" / "licences.md"
+LOCK = Path(__file__).parents[2] / "requirements.lock"
 EXTRAS = ("bench", "cluster", "eval", "gguf", "lora", "report", "search")
 COPYLEFT = re.compile(r"GPL|General Public|Affero|EUPL|European Union Public|SSPL|OSL-|CeCILL|CC-BY-SA|Sleepycat|RPL-", re.I)
 """Licences that reach programs which only use the package, or that are disputed to."""
