@@ -69,7 +69,7 @@ class FileData:
                 prepared[expert.name] = prepare_rows(file, base, expert)
                 hashes[file.name] = file_hash(file)
             except InputError as error:
-                problems.append(str(error))
+                problems.extend(error.found)
         if problems:
             raise PreflightError(problems)
         return FileData(folder, prepared, hashes)

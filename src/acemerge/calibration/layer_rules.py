@@ -68,7 +68,7 @@ def _layouts(data: Data, experts: Sequence[Checkpoint]) -> list[Layout]:
         try:
             found.append(read_layout(data.outline(expert), expert))
         except InputError as error:
-            problems.append(str(error))
+            problems.extend(error.found)
     if problems:
         raise PreflightError(problems)
     return found

@@ -24,4 +24,4 @@ def task_command(
     from acemerge.output.task_models import export_expert
 
     export_expert(merged, expert, output, overwrite=overwrite)
-    print(f"{output}: the merged model for the task of '{expert}'")
+    print(printable(f"{output}: the merged model for the task of '{expert}'"))

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from acemerge.adapters.adapter import Adapter, is_adapter, open_adapter
@@ -26,7 +26,7 @@ from acemerge.checkpoints.families import choose_family, is_task_head
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint, read_json
 from acemerge.checkpoints.formats.registry import open_file
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
-from acemerge.errors import InputError, PreflightError, did_you_mean, first_line
+from acemerge.errors import InputError, PreflightError, did_you_mean, disk_failed, first_line
 from acemerge.output.whole_files import check_writable, replace_file
 from acemerge.routing.weights import direction
 from acemerge.version import __version__
@@ -126,7 +126,7 @@ def write_index(
     )
     metadata = {_RECORD: record.model_dump_json()}
     with replace_file(output) as staged:
-        save_file({"centroids": vectors.float().contiguous()}, staged, metadata=metadata)
+        staged.write_bytes(save({"centroids": vectors.float().contiguous()}, metadata=metadata))
     return record
 
 
@@ -139,6 +139,10 @@ def read_index(file: Path) -> Index:
         with safe_open(file, framework="pt") as opened:
             record = Record.model_validate_json((opened.metadata() or {}).get(_RECORD, ""))
             centroids = opened.get_tensor("centroids")
+    except RuntimeError as error:  # torch's, of all that the system may refuse
+        if not disk_failed(error):
+            raise
+        raise InputError(f"{file}: cannot be read ({first_line(error)}); the disk fails, copy the file elsewhere") from None
     except (SafetensorError, ValidationError, OSError) as error:
         raise InputError(f"{file}: is no index that `acemerge route` wrote ({first_line(error)}); write it again") from None
     if centroids.dim() != 2 or len(centroids) != len(record.adapters) or not torch.isfinite(centroids).all():
@@ -158,7 +162,7 @@ def open_models(base: Source, adapters: Mapping[str, Source]) -> Opened:
             opened[name] = open_adapter(source.path, name, model, family)
             _check_changes(opened[name], model)
         except InputError as error:
-            problems.append(str(error))
+            problems.extend(error.found)
     if problems:
         raise PreflightError(problems)
     return Opened(model, opened)

@@ -122,7 +122,7 @@ class RowScores:
             try:
                 found.append(ExpertRows.open(folder, base, expert))
             except InputError as error:
-                problems.append(str(error))
+                problems.extend(error.found)
         if problems:
             raise PreflightError(problems)
         if len({rows.labels is None for rows in found}) > 1:
