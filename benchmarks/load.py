@@ -4,8 +4,8 @@
 
 Every case is a whole merge in a process of its own. Told are its processor time, start-up excluded, and its anonymous memory
 beyond what the process took before, beside what the plan predicted. `--mergekit` adds what a tensor costs beyond its arithmetic,
-with both tools, each by its own command line: processor time of a merge of many tiny tensors less that of one of few, for each
-tensor more.
+with both tools in turn, each by its own command line: processor time of a merge of many tiny tensors less that of one of few, for
+each tensor more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,36 +146,40 @@ class Tiny(Llama):
         return {**super().config, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": self.hidden}
 
 
-FEW, MANY = 22, 2222
-"""Layers, of nine tensors each."""
+FEW = 22
+TOOLS = ("acemerge", "mergekit")
+LAYERS = (222, 555, 2222)
+"""Of nine tensors each."""
 _CASE = Case("tiny tensors", "task_arithmetic", ("alpha=0.3",), {"weight": 0.3})
 
 
-def overheads(tool: Path, place: Path | None, repeats: int) -> dict[str, Any]:
-    """Of a tensor, in seconds of processor time, by both tools."""
+def overheads(mergekit: Path, place: Path | None, repeats: int, layers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What a tensor costs in a model of so many layers, in seconds of processor time, by both tools in turn."""
+    few = spent(mergekit, place, repeats, FEW)
+    for count in layers:
+        many = spent(mergekit, place, repeats, count)
+        more = many["tensors"] - few["tensors"]
+        of_one = {tool: (statistics.median(many[tool]) - statistics.median(few[tool])) / more for tool in TOOLS}
+        yield {"few": few, "many": many, "of_a_tensor": of_one, "times_less": of_one["mergekit"] / of_one["acemerge"]}
+
+
+def spent(mergekit: Path, place: Path | None, repeats: int, layers: int) -> dict[str, Any]:
+    """Seconds of processor time of whole merges of such a model."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    spent: dict[str, dict[int, list[float]]] = {"acemerge": {}, "mergekit": {}}
-    tensors = {count: len(list(Tiny(count, 8, 8, 8, 2).tensors())) for count in (FEW, MANY)}
-    for count in (FEW, MANY):
-        llama = Tiny(count, 8, 8, 8, 2)
-        with tempfile.TemporaryDirectory(dir=place) as temporary:
-            folder = Path(temporary)
-            write_models(llama, folder)
-            commands = {
-                "acemerge": acemerge_command(_CASE, llama, folder, 1), "mergekit": mergekit_command(tool, _CASE, llama, folder, 1)
-            }  # fmt: skip
-            for _ in range(repeats):
-                for name, command in commands.items():
-                    spent[name].setdefault(count, []).append(run_command(command, environment, folder / "log").cpu_seconds)
-                    shutil.rmtree(folder / "merged")
-    more = tensors[MANY] - tensors[FEW]
-    of_one = {name: (statistics.median(own[MANY]) - statistics.median(own[FEW])) / more for name, own in spent.items()}
-    return {
-        "tensors": tensors,
-        "cpu_seconds": spent,
-        "of_a_tensor": of_one,
-        "times_less": of_one["mergekit"] / of_one["acemerge"],
-    }
+    llama = Tiny(layers, 8, 8, 8, 2)
+    found: dict[str, Any] = {"tensors": len(list(llama.tensors())), "acemerge": [], "mergekit": []}
+    with tempfile.TemporaryDirectory(dir=place) as temporary:
+        folder = Path(temporary)
+        write_models(llama, folder)
+        commands = {
+            "acemerge": acemerge_command(_CASE, llama, folder, 1),
+            "mergekit": mergekit_command(mergekit, _CASE, llama, folder, 1)
+        }  # fmt: skip
+        for _ in range(repeats):
+            for name, command in commands.items():
+                found[name].append(run_command(command, environment, folder / "log").cpu_seconds)
+                shutil.rmtree(folder / "merged")
+    return found
 
 
 def main() -> None:
@@ -183,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mergekit", type=Path, default=os.environ.get("MERGEKIT"), help="path of mergekit-yaml (or MERGEKIT)")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0; none: only what is beside mergekit")
+    parser.add_argument("--layers", type=int, nargs="*", default=LAYERS, help="of the models that mergekit merges too")
     parser.add_argument("--repeats", type=int, default=1, help="of the runs beside mergekit")
     parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
     parser.add_argument("--json", type=Path, default=FOLDER / "load.json")
@@ -196,10 +201,12 @@ def main() -> None:
         table.append([row["case"], row["experts"], f"`{row['method']}`", f"{row['cpu_seconds']:.1f}", *memory])
         print(*table[-1], sep=" | ", file=sys.stderr, flush=True)
     print_table(["models", "experts", "method", "processor s", "peak MB", "predicted MB"], table)
-    beside = overheads(given.mergekit, given.folder, given.repeats) if given.mergekit else None
-    if beside:
-        own = {name: f"{1e6 * seconds:.0f} µs" for name, seconds in beside["of_a_tensor"].items()}
-        print(f"\nof a tensor: acemerge {own['acemerge']}, mergekit {own['mergekit']}: {beside['times_less']:.1f} times less")
+    beside = []
+    for one in overheads(given.mergekit, given.folder, given.repeats, given.layers) if given.mergekit else ():
+        beside.append(one)
+        seconds = ", ".join(f"{tool} {statistics.median(one['many'][tool]):.1f} s" for tool in TOOLS)
+        of_one = ", ".join(f"{tool} {1e6 * one['of_a_tensor'][tool]:.0f} µs" for tool in TOOLS)
+        print(f"{one['many']['tensors']} tensors: {seconds}; of one: {of_one}, {one['times_less']:.1f} times less", flush=True)
     save(given.json, where, {"cases": found, "beside_mergekit": beside})
 
 

@@ -3,9 +3,9 @@
     python benchmarks/ray_deaths.py --runs 50
 
 A merge into 20 shards is started again and again. In turn a worker, the raylet (the machine's daemon), the cluster's head with
-all its processes, or the driver (the merge itself) gets SIGKILL: a moment after so many shards are finished, both at random. Then the output must be whole, with the bytes of a local merge,
-or absent with one sentence of error. The merge must end in time, and no process of its cluster may outlive it for long. At last
-the same command, without Ray, must go on and end with the same bytes.
+all its processes, or the driver (the merge itself) gets SIGKILL: a moment after so many shards are finished, both at random. Then
+the output must be whole, with the bytes of a local merge, or absent with one sentence of error. The merge must end in time, and
+no process of its cluster may outlive it for long. At last the same command, without Ray, must go on and end with the same bytes.
 """
 
 from __future__ import annotations
