@@ -14,7 +14,7 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -26,6 +26,7 @@ from acemerge.checkpoints.families import choose_family, is_task_head
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint, read_json
 from acemerge.checkpoints.formats.registry import open_file
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
+from acemerge.checkpoints.untrusted import is_file_name
 from acemerge.errors import InputError, PreflightError, did_you_mean, disk_failed, first_line
 from acemerge.output.whole_files import check_writable, replace_file
 from acemerge.routing.weights import direction
@@ -47,6 +48,12 @@ class Kernel(BaseModel):
     """Adapters that are merged for a query, at most."""
 
 
+def _beside(name: str) -> str:
+    if not is_file_name(name):
+        raise ValueError("not the name of a file in the model's folder")
+    return name
+
+
 class Place(BaseModel):
     """A model or adapter that the index points to."""
 
@@ -54,7 +61,7 @@ class Place(BaseModel):
 
     where: str
     """From the folder that the index is in, or the hub's id."""
-    files: dict[str, ContentHash]
+    files: dict[Annotated[str, AfterValidator(_beside)], ContentHash]
     left_out: list[str] = []
     """Tensors of an adapter that are its own and no change of the base's: the heads of its task."""
 
