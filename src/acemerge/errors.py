@@ -72,13 +72,16 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+_OF_DISKS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
 def disk_failed(error: BaseException) -> bool:
-    """Whether it comes of a disk that fails, whatever libraries made of that: nobody may go on without what could not be read.
+    """Whether it comes of a disk that fails or is full, whatever libraries made of that: nobody may go on without what is on it.
 
     >>> disk_failed(RuntimeError(f"read: {os.strerror(errno.EIO)}")), disk_failed(FileNotFoundError())
     (True, False)
     """
-    is_one = os.strerror(errno.EIO) in str(error) or (isinstance(error, OSError) and error.errno == errno.EIO)
+    is_one = any(os.strerror(each) in str(error) or (isinstance(error, OSError) and error.errno == each) for each in _OF_DISKS)
     before = error.__cause__ or error.__context__
     return is_one or (before is not None and disk_failed(before))
 

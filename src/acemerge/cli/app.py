@@ -164,7 +164,7 @@ def _explain(error: Exception) -> str | tuple[str, ...]:
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror.lower()}" if error.filename and error.strerror else str(error)
     if disk_failed(error):
-        return f"{first_line(error)}; the disk fails: copy what it holds to another one, then repeat the command"
+        return f"{first_line(error)}; the disk fails, or is full: make room or take another one, then repeat the command"
     if isinstance(error, MemoryError) or re.search("can.?not allocate memory|can't allocate memory", str(error), re.I):
         return "out of memory; nothing was published. `acemerge plan` shows what is needed; close other programs, or merge less"
     failure = f"unexpected {type(error).__name__}: {error}"
