@@ -62,7 +62,8 @@ class FileData:
     @staticmethod
     def open(folder: Path, base: Checkpoint, experts: Sequence[Checkpoint]) -> FileData:
         """Read and check every expert's file; all problems at once."""
-        prepared, hashes, problems = {}, {}, []
+        problems: list[str] = []
+        prepared, hashes = {}, {}
         for expert in experts:
             try:
                 file = file_of(folder, expert)

@@ -63,7 +63,8 @@ class LayerRules:
 
 
 def _layouts(data: Data, experts: Sequence[Checkpoint]) -> list[Layout]:
-    found, problems = [], []
+    problems: list[str] = []
+    found = []
     for expert in experts:
         try:
             found.append(read_layout(data.outline(expert), expert))

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from acemerge.errors import printable
+
 
 def task_command(
     merged: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` wrote, with heads/ or tasks/ in it.")],

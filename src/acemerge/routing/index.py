@@ -161,7 +161,8 @@ def open_models(base: Source, adapters: Mapping[str, Source]) -> Opened:
     """By headers; all problems at once."""
     model = open_checkpoint(base.path, base.short_name)
     family = choose_family("auto", model.config, model.tensors)
-    opened, problems = {}, []
+    problems: list[str] = []
+    opened = {}
     for name, source in adapters.items():
         try:
             if not is_adapter(source.path):
