@@ -2,8 +2,8 @@
 
     python benchmarks/load.py --mergekit ENV/bin/mergekit-yaml          # some minutes; 2 GB of disk
 
-Every case is a whole merge in a process of its own. Told are its processor time, start-up excluded, and its anonymous memory
-beyond what the process took before, beside what the plan predicted. `--mergekit` adds what a tensor costs beyond its arithmetic,
+Every case is a whole merge in a process of its own; `--by-chance SEED` gives them other sizes. Told are its processor time,
+start-up excluded, and its anonymous memory beyond what the process took before, beside what the plan predicted. `--mergekit` adds what a tensor costs beyond its arithmetic,
 with both tools in turn, each by its own command line: processor time of a merge of many tiny tensors less that of one of few, for
 each tensor more.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -72,13 +73,17 @@ def layers(count: int, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {f"layers.{layer}.proj.weight": (rows, columns) for layer in range(count)}
 
 
-def eight_bits(generator: torch.Generator) -> Tensors:
+def eight_bits(count: int, rows: int, columns: int) -> Callable[[torch.Generator], Tensors]:
     """Matrices of 8-bit floats, with a scale for each row."""
-    found: Tensors = {}
-    for name in layers(50, 256, 256):
-        found[name] = torch.randn(256, 256, generator=generator).to(torch.float8_e4m3fn)
-        found[f"{name}_scale"] = torch.full((256, 1), 0.01)
-    return found
+
+    def make(generator: torch.Generator) -> Tensors:
+        found: Tensors = {}
+        for name in layers(count, rows, columns):
+            found[name] = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+            found[f"{name}_scale"] = torch.full((rows, 1), 0.01)
+        return found
+
+    return make
 
 
 _EMPTY = {"layers.0.a.weight": (0, 8), "layers.0.b.weight": (8, 0), "layers.0.c.bias": (0,), "layers.0.d.weight": (8, 8)}
@@ -86,16 +91,31 @@ _CHANNELS = {
     "quant_method": "compressed-tensors", "format": "float-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
 }  # fmt: skip
-LOADS = (
-    Load("64 experts of 200 tensors of 128 x 128", plain(layers(200, 128, 128)), experts=64),
-    Load("20,000 tensors of 8 x 8", plain(layers(20_000, 8, 8)), experts=2),
-    Load("a matrix of 2 x 100,000", plain(layers(1, 2, 100_000))),
-    Load("a matrix of 100,000 x 2", plain(layers(1, 100_000, 2))),
-    Load("empty tensors", plain(_EMPTY)),
-    Load("50 matrices of 256 x 256 in float64", plain(layers(50, 256, 256), torch.float64)),
-    Load("the same in 8-bit floats with scales", eight_bits, settings={"quantization_config": _CHANNELS, "dtype": "bfloat16"}),
-    Load("2,000 names of 255 bytes", plain({f"layers.{i}.".ljust(248, "n") + ".weight": (8, 8) for i in range(2_000)})),
-)
+
+
+def cases(size: Callable[[int], int]) -> list[Load]:
+    """All of them, every size of theirs passed through a function."""
+    experts, count, rows, columns = size(64), size(200), size(128), size(128)
+    tensors, names, long, doubles, bits = size(20_000), size(2_000), size(100_000), size(50), size(50)
+    small, high, wide = size(8), size(256), size(256)
+    return [
+        Load(f"{experts} experts of {count} tensors of {rows} x {columns}", plain(layers(count, rows, columns)), experts=experts),
+        Load(f"{tensors:,} tensors of {small} x {small}", plain(layers(tensors, small, small)), experts=2),
+        Load(f"a matrix of 2 x {long:,}", plain(layers(1, 2, long))),
+        Load(f"a matrix of {long:,} x 2", plain(layers(1, long, 2))),
+        Load("empty tensors", plain(_EMPTY)),
+        Load(f"{doubles} matrices of {high} x {wide} in float64", plain(layers(doubles, high, wide), torch.float64)),
+        Load(f"{bits} matrices of {high} x {wide} in 8-bit floats with scales", eight_bits(bits, high, wide),
+             settings={"quantization_config": _CHANNELS, "dtype": "bfloat16"}),
+        Load(f"{names:,} names of 255 bytes",
+             plain({f"layers.{i}.".ljust(248, "n") + ".weight": (small, small) for i in range(names)})),
+    ]  # fmt: skip
+
+
+def by_chance(seed: int) -> Callable[[int], int]:
+    """From a third to one and a half of what it is."""
+    chooser = random.Random(seed)
+    return lambda size: max(2, round(size * chooser.uniform(0.33, 1.5)))
 
 
 def write(load: Load, folder: Path) -> list[str]:
@@ -187,13 +207,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mergekit", type=Path, default=os.environ.get("MERGEKIT"), help="path of mergekit-yaml (or MERGEKIT)")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0; none: only what is beside mergekit")
+    parser.add_argument("--by-chance", type=int, metavar="SEED", help="other sizes: a third to one and a half of these")
     parser.add_argument("--layers", type=int, nargs="*", default=LAYERS, help="of the models that mergekit merges too")
     parser.add_argument("--repeats", type=int, default=1, help="of the runs beside mergekit")
     parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
     parser.add_argument("--json", type=Path, default=FOLDER / "load.json")
     given = parser.parse_args()
     where = machine()
-    loads = [LOADS[number] for number in given.only] if given.only is not None else list(LOADS)
+    every = cases(by_chance(given.by_chance) if given.by_chance is not None else lambda size: size)
+    loads = [every[number] for number in given.only] if given.only is not None else every
     found, table = [], []
     for row in measure(loads, given.folder):
         found.append(row)
