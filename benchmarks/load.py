@@ -3,9 +3,9 @@
     python benchmarks/load.py --mergekit ENV/bin/mergekit-yaml          # some minutes; 2 GB of disk
 
 Every case is a whole merge in a process of its own; `--by-chance SEED` gives them other sizes. Told are its processor time,
-start-up excluded, and its anonymous memory beyond what the process took before, beside what the plan predicted. `--mergekit` adds what a tensor costs beyond its arithmetic,
-with both tools in turn, each by its own command line: processor time of a merge of many tiny tensors less that of one of few, for
-each tensor more.
+start-up excluded, and its anonymous memory beyond what the process took before, beside what the plan predicted. `--mergekit`
+adds what a tensor costs beyond its arithmetic, with both tools in turn, each by its own command line: processor time of a merge
+of many tiny tensors less that of one of few, for each tensor more.
 """
 
 from __future__ import annotations
