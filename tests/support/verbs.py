@@ -187,7 +187,9 @@ def carelessly(work: Work) -> None:
 def with_hub(work: Work) -> None:
     """A hub on loopback, and somebody who is logged in there."""
     os.environ["HF_TOKEN"] = TOKEN
+    first_free = os.open(os.devnull, os.O_WRONLY)  # else the hub gets the number of a standard output that is closed
     with running_hub() as hub:
+        os.close(first_free)
         constants.ENDPOINT, constants.HF_HUB_DISABLE_XET, constants.HF_HUB_OFFLINE = hub.address, True, False
         work()
 
