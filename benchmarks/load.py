@@ -2,10 +2,10 @@
 
     python benchmarks/load.py --mergekit ENV/bin/mergekit-yaml          # some minutes; 2 GB of disk
 
-Every case is a whole merge in a process of its own. Told are its processor time, start-up excluded, and its anonymous memory
-beyond what the process took before, beside what the plan predicted. `--mergekit` adds what a tensor costs beyond its arithmetic,
-with both tools, each by its own command line: processor time of a merge of many tiny tensors less that of one of few, for each
-tensor more.
+Every case is a whole merge in a process of its own; `--by-chance SEED` gives them other sizes. Told are its processor time,
+start-up excluded, and its anonymous memory beyond what the process took before, beside what the plan predicted. `--mergekit`
+adds what a tensor costs beyond its arithmetic, with both tools in turn, each by its own command line: processor time of a merge
+of many tiny tensors less that of one of few, for each tensor more.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,17 @@ def layers(count: int, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {f"layers.{layer}.proj.weight": (rows, columns) for layer in range(count)}
 
 
-def eight_bits(generator: torch.Generator) -> Tensors:
+def eight_bits(count: int, rows: int, columns: int) -> Callable[[torch.Generator], Tensors]:
     """Matrices of 8-bit floats, with a scale for each row."""
-    found: Tensors = {}
-    for name in layers(50, 256, 256):
-        found[name] = torch.randn(256, 256, generator=generator).to(torch.float8_e4m3fn)
-        found[f"{name}_scale"] = torch.full((256, 1), 0.01)
-    return found
+
+    def make(generator: torch.Generator) -> Tensors:
+        found: Tensors = {}
+        for name in layers(count, rows, columns):
+            found[name] = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+            found[f"{name}_scale"] = torch.full((rows, 1), 0.01)
+        return found
+
+    return make
 
 
 _EMPTY = {"layers.0.a.weight": (0, 8), "layers.0.b.weight": (8, 0), "layers.0.c.bias": (0,), "layers.0.d.weight": (8, 8)}
@@ -86,16 +91,31 @@ _CHANNELS = {
     "quant_method": "compressed-tensors", "format": "float-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
 }  # fmt: skip
-LOADS = (
-    Load("64 experts of 200 tensors of 128 x 128", plain(layers(200, 128, 128)), experts=64),
-    Load("20,000 tensors of 8 x 8", plain(layers(20_000, 8, 8)), experts=2),
-    Load("a matrix of 2 x 100,000", plain(layers(1, 2, 100_000))),
-    Load("a matrix of 100,000 x 2", plain(layers(1, 100_000, 2))),
-    Load("empty tensors", plain(_EMPTY)),
-    Load("50 matrices of 256 x 256 in float64", plain(layers(50, 256, 256), torch.float64)),
-    Load("the same in 8-bit floats with scales", eight_bits, settings={"quantization_config": _CHANNELS, "dtype": "bfloat16"}),
-    Load("2,000 names of 255 bytes", plain({f"layers.{i}.".ljust(248, "n") + ".weight": (8, 8) for i in range(2_000)})),
-)
+
+
+def cases(size: Callable[[int], int]) -> list[Load]:
+    """All of them, every size of theirs passed through a function."""
+    experts, count, rows, columns = size(64), size(200), size(128), size(128)
+    tensors, names, long, doubles, bits = size(20_000), size(2_000), size(100_000), size(50), size(50)
+    small, high, wide = size(8), size(256), size(256)
+    return [
+        Load(f"{experts} experts of {count} tensors of {rows} x {columns}", plain(layers(count, rows, columns)), experts=experts),
+        Load(f"{tensors:,} tensors of {small} x {small}", plain(layers(tensors, small, small)), experts=2),
+        Load(f"a matrix of 2 x {long:,}", plain(layers(1, 2, long))),
+        Load(f"a matrix of {long:,} x 2", plain(layers(1, long, 2))),
+        Load("empty tensors", plain(_EMPTY)),
+        Load(f"{doubles} matrices of {high} x {wide} in float64", plain(layers(doubles, high, wide), torch.float64)),
+        Load(f"{bits} matrices of {high} x {wide} in 8-bit floats with scales", eight_bits(bits, high, wide),
+             settings={"quantization_config": _CHANNELS, "dtype": "bfloat16"}),
+        Load(f"{names:,} names of 255 bytes",
+             plain({f"layers.{i}.".ljust(248, "n") + ".weight": (small, small) for i in range(names)})),
+    ]  # fmt: skip
+
+
+def by_chance(seed: int) -> Callable[[int], int]:
+    """From a third to one and a half of what it is."""
+    chooser = random.Random(seed)
+    return lambda size: max(2, round(size * chooser.uniform(0.33, 1.5)))
 
 
 def write(load: Load, folder: Path) -> list[str]:
@@ -146,36 +166,40 @@ class Tiny(Llama):
         return {**super().config, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": self.hidden}
 
 
-FEW, MANY = 22, 2222
-"""Layers, of nine tensors each."""
+FEW = 22
+TOOLS = ("acemerge", "mergekit")
+LAYERS = (222, 555, 2222)
+"""Of nine tensors each."""
 _CASE = Case("tiny tensors", "task_arithmetic", ("alpha=0.3",), {"weight": 0.3})
 
 
-def overheads(tool: Path, place: Path | None, repeats: int) -> dict[str, Any]:
-    """Of a tensor, in seconds of processor time, by both tools."""
+def overheads(mergekit: Path, place: Path | None, repeats: int, layers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What a tensor costs in a model of so many layers, in seconds of processor time, by both tools in turn."""
+    few = spent(mergekit, place, repeats, FEW)
+    for count in layers:
+        many = spent(mergekit, place, repeats, count)
+        more = many["tensors"] - few["tensors"]
+        of_one = {tool: (statistics.median(many[tool]) - statistics.median(few[tool])) / more for tool in TOOLS}
+        yield {"few": few, "many": many, "of_a_tensor": of_one, "times_less": of_one["mergekit"] / of_one["acemerge"]}
+
+
+def spent(mergekit: Path, place: Path | None, repeats: int, layers: int) -> dict[str, Any]:
+    """Seconds of processor time of whole merges of such a model."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    spent: dict[str, dict[int, list[float]]] = {"acemerge": {}, "mergekit": {}}
-    tensors = {count: len(list(Tiny(count, 8, 8, 8, 2).tensors())) for count in (FEW, MANY)}
-    for count in (FEW, MANY):
-        llama = Tiny(count, 8, 8, 8, 2)
-        with tempfile.TemporaryDirectory(dir=place) as temporary:
-            folder = Path(temporary)
-            write_models(llama, folder)
-            commands = {
-                "acemerge": acemerge_command(_CASE, llama, folder, 1), "mergekit": mergekit_command(tool, _CASE, llama, folder, 1)
-            }  # fmt: skip
-            for _ in range(repeats):
-                for name, command in commands.items():
-                    spent[name].setdefault(count, []).append(run_command(command, environment, folder / "log").cpu_seconds)
-                    shutil.rmtree(folder / "merged")
-    more = tensors[MANY] - tensors[FEW]
-    of_one = {name: (statistics.median(own[MANY]) - statistics.median(own[FEW])) / more for name, own in spent.items()}
-    return {
-        "tensors": tensors,
-        "cpu_seconds": spent,
-        "of_a_tensor": of_one,
-        "times_less": of_one["mergekit"] / of_one["acemerge"],
-    }
+    llama = Tiny(layers, 8, 8, 8, 2)
+    found: dict[str, Any] = {"tensors": len(list(llama.tensors())), "acemerge": [], "mergekit": []}
+    with tempfile.TemporaryDirectory(dir=place) as temporary:
+        folder = Path(temporary)
+        write_models(llama, folder)
+        commands = {
+            "acemerge": acemerge_command(_CASE, llama, folder, 1),
+            "mergekit": mergekit_command(mergekit, _CASE, llama, folder, 1)
+        }  # fmt: skip
+        for _ in range(repeats):
+            for name, command in commands.items():
+                found[name].append(run_command(command, environment, folder / "log").cpu_seconds)
+                shutil.rmtree(folder / "merged")
+    return found
 
 
 def main() -> None:
@@ -183,12 +207,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mergekit", type=Path, default=os.environ.get("MERGEKIT"), help="path of mergekit-yaml (or MERGEKIT)")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0; none: only what is beside mergekit")
+    parser.add_argument("--by-chance", type=int, metavar="SEED", help="other sizes: a third to one and a half of these")
+    parser.add_argument("--layers", type=int, nargs="*", default=LAYERS, help="of the models that mergekit merges too")
     parser.add_argument("--repeats", type=int, default=1, help="of the runs beside mergekit")
     parser.add_argument("--folder", type=Path, help="where to put the models (a temporary folder by default)")
     parser.add_argument("--json", type=Path, default=FOLDER / "load.json")
     given = parser.parse_args()
     where = machine()
-    loads = [LOADS[number] for number in given.only] if given.only is not None else list(LOADS)
+    every = cases(by_chance(given.by_chance) if given.by_chance is not None else lambda size: size)
+    loads = [every[number] for number in given.only] if given.only is not None else every
     found, table = [], []
     for row in measure(loads, given.folder):
         found.append(row)
@@ -196,10 +223,12 @@ def main() -> None:
         table.append([row["case"], row["experts"], f"`{row['method']}`", f"{row['cpu_seconds']:.1f}", *memory])
         print(*table[-1], sep=" | ", file=sys.stderr, flush=True)
     print_table(["models", "experts", "method", "processor s", "peak MB", "predicted MB"], table)
-    beside = overheads(given.mergekit, given.folder, given.repeats) if given.mergekit else None
-    if beside:
-        own = {name: f"{1e6 * seconds:.0f} µs" for name, seconds in beside["of_a_tensor"].items()}
-        print(f"\nof a tensor: acemerge {own['acemerge']}, mergekit {own['mergekit']}: {beside['times_less']:.1f} times less")
+    beside = []
+    for one in overheads(given.mergekit, given.folder, given.repeats, given.layers) if given.mergekit else ():
+        beside.append(one)
+        seconds = ", ".join(f"{tool} {statistics.median(one['many'][tool]):.1f} s" for tool in TOOLS)
+        of_one = ", ".join(f"{tool} {1e6 * one['of_a_tensor'][tool]:.0f} µs" for tool in TOOLS)
+        print(f"{one['many']['tensors']} tensors: {seconds}; of one: {of_one}, {one['times_less']:.1f} times less", flush=True)
     save(given.json, where, {"cases": found, "beside_mergekit": beside})
 
 

@@ -3,9 +3,9 @@
     python benchmarks/ray_deaths.py --runs 50
 
 A merge into 20 shards is started again and again. In turn a worker, the raylet (the machine's daemon), the cluster's head with
-all its processes, or the driver (the merge itself) gets SIGKILL. Then the output must be whole, with the bytes of a local merge,
-or absent with one sentence of error. The merge must end in time, and no process of its cluster may outlive it for long. At last
-the same command, without Ray, must go on and end with the same bytes.
+all its processes, or the driver (the merge itself) gets SIGKILL: a moment after so many shards are finished, both at random. Then
+the output must be whole, with the bytes of a local merge, or absent with one sentence of error. The merge must end in time, and
+no process of its cluster may outlive it for long. At last the same command, without Ray, must go on and end with the same bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class End:
     """What came of one run."""
 
     victim: str
-    at: float
+    after: int
+    """Shards that were finished."""
     code: int
     seconds: float
     said: str
@@ -141,18 +142,23 @@ def tree(folder: Path) -> Mapping[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def run(cluster: Cluster, victim: str, at: float, limit: float, whole: Mapping[str, bytes]) -> End | None:
-    """Kill at a moment, counted from the first shard's start on, and wait for the end; None if it had ended before."""
+def finished_shards(cluster: Cluster) -> int:
+    """As far as the folder beside the output shows; all of them when it has become the output. -1: it is not there yet."""
+    partial = cluster.output.with_name(cluster.output.name + ".partial")
+    return SHARDS if cluster.output.exists() else len(list(partial.glob("model*"))) if partial.exists() else -1
+
+
+def run(cluster: Cluster, victim: str, after: int, pause: float, limit: float, whole: Mapping[str, bytes]) -> End | None:
+    """Kill a moment after so many shards, and wait for the end; None if there was nobody to kill any more."""
     with (
         tempfile.TemporaryDirectory(prefix="ace", dir="/tmp", ignore_cleanup_errors=True) as place,
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(cluster.command("ray"), stdout=errors, stderr=errors, env=cluster.environment(Path(place))) as process,
     ):
-        partial = cluster.output.with_name(cluster.output.name + ".partial")
-        while process.poll() is None and not any(partial.glob("model*")) and not any(partial.glob(".acemerge-*/*")):
-            time.sleep(0.01)
+        while process.poll() is None and finished_shards(cluster) < after:
+            time.sleep(0.002)
+        time.sleep(pause)
         started = time.monotonic()
-        time.sleep(at)
         found = victims(cluster, victim, process.pid) if process.poll() is None else []
         for chosen in found:
             chosen.kill()
@@ -168,7 +174,7 @@ def run(cluster: Cluster, victim: str, at: float, limit: float, whole: Mapping[s
     if not found:
         return None
     output = "absent" if not cluster.output.exists() else "whole" if tree(cluster.output) == whole else "other bytes"
-    return End(victim, at, code, seconds, said, output, orphans, go_on(cluster, whole))
+    return End(victim, after, code, seconds, said, output, orphans, go_on(cluster, whole))
 
 
 def left_over(cluster: Cluster) -> list[str]:
@@ -199,7 +205,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a merge counts as endless")
     parser.add_argument("--width", type=int, default=256, help="of the square matrices")
-    parser.add_argument("--span", type=float, default=8, help="seconds from the first shard's start in which the kill falls")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds at most from a shard's end to the kill")
     parser.add_argument("--only", choices=VICTIMS, help="kill nothing else")
     given = parser.parse_args()
     choose, ends = random.Random(given.seed), []
@@ -213,11 +219,15 @@ def main() -> None:
         for number in range(given.runs):
             cluster = Cluster(models, folder / f"out-{number}", f"{os.getpid()}-{number}", given.width)
             victim = given.only or VICTIMS[number % len(VICTIMS)]
-            while (end := run(cluster, victim, choose.uniform(0, given.span), given.limit, whole)) is None:
+            while True:
+                after, pause = choose.randrange(SHARDS), choose.uniform(0, given.pause)
+                if (end := run(cluster, victim, after, pause, given.limit, whole)) is not None:
+                    break
+                print(f"{number + 1}/{given.runs} {victim} after {after} shards: was over before; again", flush=True)
                 shutil.rmtree(cluster.output, ignore_errors=True)
             ends.append(end)
             print(
-                f"{number + 1}/{given.runs} {victim} after {end.at:.2f} s: exit {end.code} after {end.seconds:.1f} s, output "
+                f"{number + 1}/{given.runs} {victim} after {end.after} shards: exit {end.code} {end.seconds:.1f} s later, output "
                 f"{end.output}; {'; '.join(end.problems) or 'as promised'} {end.said}",
                 flush=True,
             )

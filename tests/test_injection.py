@@ -35,6 +35,7 @@ from command import Command
 from small_models import base_tensors, fine_tuned, write_model, write_models
 
 TERMINAL = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x9b1m\r\u202egnp.exe\u2066"
+FORGED = "\nacemerge: error: forged\rforged\x0bforged\u2028forged\x85forged"
 HTML = "<script>window.ran = 1</script><img src=http://127.0.0.1:9/x onerror=ran()>"
 MARKDOWN = "![x](http://127.0.0.1:9/x) [y](javascript:ran()) `` ` ``` *b* # | <b>"
 
@@ -93,6 +94,36 @@ def test_terminals_are_shown_text(run: Command, merged: Path, tmp_path: Path, ve
     _, out, err = run(verb, merged, *further)
     assert out + err
     assert is_inert(out + err)
+
+
+@pytest.mark.parametrize("verb", ["verify", "report", "task"])
+def test_a_name_in_a_manifest_begins_no_line(run: Command, merged: Path, tmp_path: Path, verb: str) -> None:
+    rewrite(merged, lambda manifest: poison(manifest, FORGED))
+    (merged / f"extra{FORGED}.txt").touch()
+    further = {"verify": [], "report": ["-o", tmp_path / "r.html"], "task": [f"x{FORGED}", "-o", tmp_path / "t"]}[verb]
+    _, out, err = run(verb, merged, *further)
+    assert "forged" in out + err, "the name is not shown, so this tells nothing"
+    assert not forged_lines(out + err)
+
+
+@pytest.mark.parametrize("verb", ["plan", "plan -v", "merge", "diagnose"])
+def test_a_name_of_a_folder_or_a_tensor_begins_no_line(run: Command, tmp_path: Path, verb: str) -> None:
+    named = tmp_path / f"expert{FORGED}"
+    for seed, folder in enumerate((tmp_path / "base", named)):
+        write_model(folder, fine_tuned(base_tensors(), seed))
+    further = {"merge": ["-o", tmp_path / f"out{FORGED}", "-v"], "diagnose": ["-o", tmp_path / "page.html", "--quick"]}
+    code, out, err = run(*verb.split(), tmp_path / "base", named, *further.get(verb, []))
+    assert code in (0, 3), err
+    assert not forged_lines(out + err)
+    save_file({f"x{FORGED}": torch.ones(2)}, named / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = run(*verb.split(), tmp_path / "base", named, *further.get(verb, []))
+    assert code == 2
+    assert "forged" in err
+    assert not forged_lines(out + err)
+
+
+def forged_lines(told: str) -> list[str]:
+    return [line for line in told.splitlines() if line.startswith(("forged", "acemerge: error: forged"))]
 
 
 def test_messages_name_files_as_text(run: Command, tmp_path: Path) -> None:

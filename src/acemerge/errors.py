@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 
 class AcemergeError(Exception):
-    """Anything acemerge refuses to do, or could not do. `exit_code` is what the command line returns for it."""
+    """Anything acemerge refuses to do, or could not do: what there is to say, line by line, where strangers' names add none.
+
+    `exit_code` is what the command line returns for it.
+    """
 
     exit_code = 1
     ends_the_process = False
     """Whether the command line ends at once, because another library would hang or crash while Python cleans up."""
+
+    def __str__(self) -> str:
+        """Its lines."""
+        return "\n".join(map(str, self.args))
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """What is wrong, each in one line."""
+        return tuple(map(str, self.args))
 
 
 class InputError(AcemergeError):
@@ -37,7 +51,12 @@ class PreflightError(InputError):
         heading = "1 problem" if count == 1 else f"{count} problems"
         shown = [f"  - {problem}" for problem in self.problems[:_SHOWN]]
         more = [f"  and {count - _SHOWN} more, the first of them: {self.problems[_SHOWN]}"] if count > _SHOWN else []
-        super().__init__("\n".join([f"{heading} found before any work was done:", *shown, *more]))
+        super().__init__(f"{heading} found before any work was done:", *shown, *more)
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Every problem, without the heading."""
+        return self.problems
 
     def __reduce__(self) -> tuple[type[PreflightError], tuple[tuple[str, ...]]]:
         """Another process raises it with its problems, not with its message."""
@@ -53,13 +72,28 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def printable(text: str) -> str:
-    """What strangers' files may have put into a text, as a terminal can show it: nothing that moves its cursor, colours or title.
+_OF_DISKS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
-    >>> printable("a\\x1b[2Jb")
-    'a\\\\x1b[2Jb'
+
+def disk_failed(error: BaseException) -> bool:
+    """Whether it comes of a disk that fails or is full, whatever libraries made of that: nobody may go on without what is on it.
+
+    >>> disk_failed(RuntimeError(f"read: {os.strerror(errno.EIO)}")), disk_failed(FileNotFoundError())
+    (True, False)
     """
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    is_one = any(os.strerror(each) in str(error) or (isinstance(error, OSError) and error.errno == each) for each in _OF_DISKS)
+    before = error.__cause__ or error.__context__
+    return is_one or (before is not None and disk_failed(before))
+
+
+def printable(text: str) -> str:
+    """A line with what strangers' files may have put into it, as a terminal can show it: nothing moves its cursor, colours or
+    title, or begins another line.
+
+    >>> printable("a\\x1b[2Jb\\nc")
+    'a\\\\x1b[2Jb\\\\nc'
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 _FEW = 20

@@ -123,6 +123,15 @@ def test_what_is_no_index_is_refused(content: bytes, tmp_path: Path) -> None:
         read_index(tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "", "x\ny"])
+def test_an_index_names_no_file_elsewhere(team: Team, tmp_path: Path, name: str) -> None:
+    record = read_index(team.index).record.model_dump()
+    record["base"]["files"] = {name: "blake3:" + "0" * 64}
+    save_file({"centroids": torch.eye(3)}, tmp_path / "i", {"acemerge_route": json.dumps(record)})
+    with pytest.raises(InputError, match="is no index that"):
+        read_index(tmp_path / "i")
+
+
 def test_an_index_of_other_centroids_than_adapters_is_refused(team: Team, tmp_path: Path) -> None:
     with safe_open(team.index, framework="pt") as opened:
         metadata = opened.metadata()

@@ -47,6 +47,7 @@ from acemerge.recipe.arguments import parse_lists, parse_settings
 from acemerge.recipe.mergekit import convert, is_mergekit
 from acemerge.recipe.recipe import make_recipe, read_recipe
 from acemerge.reports.merge_report import merge_page
+from acemerge.routing.index import read_index
 from acemerge.sweeps.points import make_points
 from acemerge.sweeps.table import TABLE, Objective, read_table
 from gguf_files import write_gguf
@@ -711,6 +712,46 @@ def note_of_an_interrupted_run(root: Path) -> Work:
         assert (root / "precious").read_text() == "mine"
 
     return work
+
+
+ROUTE = {
+    "acemerge": "0",
+    "base": {"where": "base", "files": {"model.safetensors": "blake3:" + "0" * 64}},
+    "adapters": {
+        name: {"where": name, "files": {"adapter_model.safetensors": "blake3:" + "1" * 64}, "left_out": ["score.weight"]}
+        for name in ("a", "b")
+    },
+    "kernel": {"beta": 0.5, "tau": 0.01, "top": 2},
+}
+
+
+@target(lambda: [json.dumps({"record": ROUTE, "header": header_of({"centroids": torch.eye(2)})}).encode()])
+def index_of_adapters(root: Path) -> Work:
+    """Read, and its models looked for."""
+    for name in ("base", "a", "b"):
+        (root / name).mkdir()
+
+    def work(content: bytes) -> None:
+        try:
+            given = json.loads(content)
+            header, record = given["header"], json.dumps(given["record"])
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return
+        if isinstance(header, dict):
+            header = {"__metadata__": {"acemerge_route": record}} | header
+        (root / "team.route").write_bytes(framed(json.dumps(header).encode()))
+        index = read_index(root / "team.route")
+        assert len(index.centroids) == len(index.record.adapters)
+        for place in (index.record.base, *index.record.adapters.values()):
+            with suppress(AcemergeError):
+                index.find(place, offline=True)
+
+    return work
+
+
+@target(lambda: [save({"centroids": torch.eye(2)}, {"acemerge_route": json.dumps(ROUTE)})], "bytes")
+def file_of_an_index(root: Path) -> Work:
+    return one_file("team.route", read_index)(root)
 
 
 SWEEP = {

@@ -19,7 +19,10 @@ COPYLEFT = re.compile(r"GPL|General Public|Affero|EUPL|European Union Public|SSP
 """Licences that reach programs which only use the package, or that are disputed to."""
 OF_SINGLE_FILES = re.compile(r"MPL|Mozilla|EPL-|CDDL", re.I)
 """Whoever changes such a package's files has to publish those: nothing is asked of who uses it."""
-TOLERATED = {"chardet": "LGPL; comes with lm-eval (extra `eval`) only, is imported as it is, and may be left out with that extra"}
+TOLERATED = {
+    "chardet": "LGPL; it comes with lm-eval, of the extra `eval`, and is neither changed nor passed on; without that extra it is "
+    "not installed"
+}
 _OF_GPUS = re.compile(r"nvidia-|cuda-|triton")
 """With torch's CUDA builds, by NVIDIA's terms; torch's CPU build has none of them."""
 

@@ -10,10 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from gguf import GGMLQuantizationType as Kind
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import acemerge
+import lora_zoo
+import vocabulary_zoo
 from acemerge.bench.measure import experts
 from acemerge.bench.measure import run as bench_run
 from acemerge.bench.measure.experts import Experts
@@ -23,8 +27,9 @@ from acemerge.bench.suites import registry as suites
 from acemerge.output import publishing
 from child import command
 from data_statistics import write_rows
+from gguf_files import write_gguf
 from model_zoo import bert, quiet_transformers
-from small_models import base_tensors, write_models
+from small_models import base_tensors, fine_tuned, write_model, write_models
 from stand_in_hub import TOKEN, running_hub
 from tiny_bench import DOMAIN, SUITE, TASKS
 
@@ -33,6 +38,7 @@ Work = Callable[[], object]
 CACHE = "cache"
 """Of methods and of the bench, within `out`."""
 _MODELS = ("given/base", "given/expert-0", "given/expert-1", "given/expert-2")
+_TWO = _MODELS[:3]
 _SHARDS = ("--shard-size", "1kB")
 _BY_ALPHA = """case "$1" in *alpha=1) echo '{"fit": 3}';; *) echo '{"fit": 2}';; esac\n"""
 _SCORE = ("--evaluate", "sh given/score.sh")
@@ -116,6 +122,37 @@ def mergekit(folder: Path) -> None:
     (folder / "given/recipe.yaml").write_text(json.dumps(recipe))
 
 
+def renumbered(folder: Path) -> None:
+    """An expert that added a token, and one that numbers its tokens otherwise."""
+    base = vocabulary_zoo.base(folder / "given/base", "unigram")
+    vocabulary_zoo.expert(base, folder / "given/expert-0", "<x>")
+    other = vocabulary_zoo.expert(base, folder / "given/expert-1", seed=2)
+    vocabulary_zoo.renumber(other, list(reversed(range(len(vocabulary_zoo.vocabulary(other))))))
+
+
+def eight_bits(folder: Path) -> None:
+    """8-bit floats with a scale for each block."""
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [4, 5]}
+    base = base_tensors()
+    for name, tensors in {"base": base, "expert-0": fine_tuned(base, 0), "expert-1": fine_tuned(base, 1)}.items():
+        weight = tensors["layers.0.weight"]
+        stored = {"layers.0.weight": weight.to(torch.float8_e4m3fn), "layers.0.weight_scale_inv": torch.ones(3, 2)}
+        write_model(folder / "given" / name, tensors | stored, {"dtype": "float32", "quantization_config": settings})
+
+
+def gguf(folder: Path) -> None:
+    for number, kind in enumerate((Kind.F16, Kind.Q8_0, Kind.Q4_0)):
+        write_gguf(folder / f"given/{number}.gguf", kind)
+
+
+def routed(folder: Path) -> None:
+    """In names that do not depend on the folder."""
+    base = lora_zoo.write_base(folder / "given/base", "LlamaForCausalLM")
+    for seed in range(2):
+        lora_zoo.write_adapter(base, folder / f"given/lora-{seed}", "LlamaForCausalLM", seed=seed, r=2, target_modules=["q_proj"])
+    save_file({f"lora-{seed}": torch.eye(3)[seed] for seed in range(2)}, folder / "given/centroids.safetensors")
+
+
 def scored(folder: Path) -> None:
     small(folder)
     (folder / "given/score.sh").write_text(_BY_ALPHA)
@@ -150,7 +187,9 @@ def carelessly(work: Work) -> None:
 def with_hub(work: Work) -> None:
     """A hub on loopback, and somebody who is logged in there."""
     os.environ["HF_TOKEN"] = TOKEN
+    first_free = os.open(os.devnull, os.O_WRONLY)  # else the hub gets the number of a standard output that is closed
     with running_hub() as hub:
+        os.close(first_free)
         constants.ENDPOINT, constants.HF_HUB_DISABLE_XET, constants.HF_HUB_OFFLINE = hub.address, True, False
         work()
 
@@ -184,6 +223,13 @@ VERBS = (
     Verb("merge --overwrite", (*_MERGE, "-m", "emr", "--overwrite"), with_earlier, makes_room=_FORCE),
     Verb("merge --overwrite, no exchange", (*_MERGE, "-m", "emr", "--overwrite"), with_earlier, around=without_exchange),
     Verb("merge of stages", ("merge", "given/recipe.yaml", "-o", "out/merged", *_SHARDS), staged, makes_room=_FORCE),
+    Verb("merge of mergekit's recipe", ("merge", "given/recipe.yaml", "-o", "out/merged", *_SHARDS), mergekit, makes_room=_FORCE),
+    Verb("merge of other tokenizers", ("merge", *_TWO, "-o", "out/merged"), renumbered, makes_room=_FORCE, around=quietly),
+    Verb("merge --tokenizer union", ("merge", *_TWO, "-o", "out/merged", "--tokenizer", "union"), renumbered,
+         makes_room=_FORCE, around=quietly),
+    Verb("merge of 8-bit floats", ("merge", *_TWO, "-o", "out/merged", *_SHARDS), eight_bits, makes_room=_FORCE),
+    Verb("merge of GGUF files", ("merge", "given/0.gguf", "given/1.gguf", "given/2.gguf", "-o", "out/merged"), gguf,
+         makes_room=_FORCE, around=quietly),
     Verb("merge --as adapter", (*_MERGE, "-m", "average", "--as", "adapter"), adapters, makes_room=_FORCE),
     Verb("merge --report", (*_MERGE, "-m", "average", "--report"), small, makes_room=_FORCE, slow=True),
     Verb("merge --data", ("merge", *_BERT, "-o", "out/merged", "-m", "regmean", "--data", "given/rows"), rows,
@@ -200,6 +246,8 @@ VERBS = (
     Verb("task", ("task", "given/merged", "expert-1", "-o", "out/single"), merged),
     Verb("task --overwrite", ("task", "given/merged", "expert-0", "-o", "out/single", "--overwrite"), with_earlier_export),
     Verb("extract", ("extract", *_MODELS[:2], "-o", "out/lora", "--rank", "2"), small, makes_room=_FORCE),
+    Verb("route", ("route", "given/lora-0", "given/lora-1", "--base", "given/base", "--centroids", "given/centroids.safetensors",
+                   "-o", "out/team.route"), routed),
     Verb("diagnose", ("diagnose", *_MODELS, "-o", "out/page.html", "--figures", "out/figures", "--quick"), small, slow=True),
     Verb("report", ("report", "given/merged", "-o", "out/page.html", "--figures", "out/figures"), merged, slow=True),
     Verb("push", ("push", "given/merged", "somebody/model"), merged, around=with_hub),

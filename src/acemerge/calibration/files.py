@@ -62,14 +62,15 @@ class FileData:
     @staticmethod
     def open(folder: Path, base: Checkpoint, experts: Sequence[Checkpoint]) -> FileData:
         """Read and check every expert's file; all problems at once."""
-        prepared, hashes, problems = {}, {}, []
+        problems: list[str] = []
+        prepared, hashes = {}, {}
         for expert in experts:
             try:
                 file = file_of(folder, expert)
                 prepared[expert.name] = prepare_rows(file, base, expert)
                 hashes[file.name] = file_hash(file)
             except InputError as error:
-                problems.append(str(error))
+                problems.extend(error.found)
         if problems:
             raise PreflightError(problems)
         return FileData(folder, prepared, hashes)

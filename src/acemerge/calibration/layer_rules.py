@@ -63,12 +63,13 @@ class LayerRules:
 
 
 def _layouts(data: Data, experts: Sequence[Checkpoint]) -> list[Layout]:
-    found, problems = [], []
+    problems: list[str] = []
+    found = []
     for expert in experts:
         try:
             found.append(read_layout(data.outline(expert), expert))
         except InputError as error:
-            problems.append(str(error))
+            problems.extend(error.found)
     if problems:
         raise PreflightError(problems)
     return found

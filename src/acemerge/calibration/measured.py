@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from acemerge.cache import CACHE_VARIABLE, cache_folder
 from acemerge.checkpoints.formats.registry import WeightsFile, open_file
 from acemerge.errors import InputError, MergeError
 from acemerge.output.whole_files import replace_file
+from acemerge.output.writer import write_tensors
 from acemerge.version import __version__
 
 Tensors = dict[str, Tensor]
@@ -51,8 +50,8 @@ def write_kept(path: Path, tensors: Tensors) -> None:
     """The file appears when it is whole."""
     try:
         with replace_file(path) as staged:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staged)
-    except (OSError, SafetensorError) as error:
+            write_tensors(staged, tensors)
+    except OSError as error:
         raise MergeError(
             f"{path.parent}: what was measured on data cannot be kept there ({error}). Make room, or set {CACHE_VARIABLE} to "
             "another place, then repeat the command"

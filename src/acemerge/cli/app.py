@@ -37,7 +37,7 @@ from acemerge.cli.sweep import sweep_command
 from acemerge.cli.task import task_command
 from acemerge.cli.usage import PlainUsage
 from acemerge.cli.verify import verify_command
-from acemerge.errors import AcemergeError, printable
+from acemerge.errors import AcemergeError, disk_failed, first_line, printable
 from acemerge.version import __version__
 
 _VERBS: dict[str, tuple[Callable[..., None], str]] = {
@@ -138,7 +138,9 @@ def _run(interruption: Interruption) -> None:
             _leave_interrupted()
         if debug:
             traceback.print_exc()
-        print(printable(f"acemerge: error: {_explain(error)}"), file=sys.stderr, flush=True)
+        told = _explain(error)
+        first, *more = [told] if isinstance(told, str) else told
+        print("\n".join(map(printable, [f"acemerge: error: {first}", *more])), file=sys.stderr, flush=True)
         code = error.exit_code if isinstance(error, AcemergeError) else 1
         if isinstance(error, AcemergeError) and error.ends_the_process:
             os._exit(code)
@@ -156,12 +158,14 @@ def _leave_interrupted() -> NoReturn:
     sys.exit(INTERRUPTED)
 
 
-def _explain(error: Exception) -> str:
-    """One sentence for any failure, foreseen or not."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}"
-    if isinstance(error, AcemergeError | OSError):
-        return str(error)
+def _explain(error: Exception) -> str | tuple[str, ...]:
+    """One sentence for any failure, foreseen or not; of ours, its lines."""
+    if isinstance(error, AcemergeError):
+        return error.args
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror.lower()}" if error.filename and error.strerror else str(error)
+    if disk_failed(error):
+        return f"{first_line(error)}; the disk fails, or is full: make room or take another one, then repeat the command"
     if isinstance(error, MemoryError) or re.search("can.?not allocate memory|can't allocate memory", str(error), re.I):
         return "out of memory; nothing was published. `acemerge plan` shows what is needed; close other programs, or merge less"
     failure = f"unexpected {type(error).__name__}: {error}"

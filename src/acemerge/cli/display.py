@@ -48,9 +48,13 @@ _STYLES = {"stop": "bold red", "caution": "yellow", "good": "green"}
 def print_findings(level: str, verdict: str, findings: Sequence[Finding]) -> None:
     """The summary of a report."""
     console = new_console()
-    console.print(f"\n{verdict}\n", style=_STYLES[level])
+    console.print()
+    console.print(verdict, style=_STYLES[level])
+    console.print()
     for finding in findings:
-        console.print(f"{_MARKS[finding.level]} {finding.text}" + (f"\n  {finding.advice}" if finding.advice else ""))
+        console.print(f"{_MARKS[finding.level]} {finding.text}")
+        if finding.advice:
+            console.print(f"  {finding.advice}")
     console.print()
 
 
@@ -255,7 +259,11 @@ _REST = {
 def describe_method(method: Method) -> None:
     """What it does, its options, its paper."""
     console = new_console()
-    console.print(f"{method.name}: {method.title}  ({method.paper})\n\n{_in_paragraphs(method.summary)}\n")
+    console.print(f"{method.name}: {method.title}  ({method.paper})")
+    console.print()
+    for paragraph in method.summary.split("\n\n"):
+        console.print(" ".join(paragraph.split()))  # the line breaks of the source would stand in the middle of a terminal's
+        console.print()
     matrices = f"matrices; other tensors are {_REST[method.rest]}"
     what = _MERGES.get(method.touches, matrices).format(rest="averaged" if method.rest == "average" else _REST[method.rest])
     console.print(f"It merges {what}. Set an option with -s NAME=VALUE.")
@@ -267,11 +275,6 @@ def describe_method(method: Method) -> None:
     for option in method.describe_options():
         table.add_row(option.name, str(option.default), option.allowed, option.meaning)
     console.print(table)
-
-
-def _in_paragraphs(text: str) -> str:
-    """Without the line breaks of the source, which would stand in the middle of a terminal's lines."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def method_json(method: Method) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 
 from acemerge.checkpoints.hashed_ahead import hashing_ahead
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, with_flags
-from acemerge.cli.printing import print_json, telling_of
+from acemerge.cli.printing import print_json, read_as_far_as_wanted, telling_of
 from acemerge.cli.process import importing
 from acemerge.cli.push import PushFlags, send
 from acemerge.recipe.run_options import RunOptions
@@ -76,7 +76,8 @@ def _tuned(recipe: Recipe, rows: Path, output: Path, run: RunOptions, relative_t
 
     tuned = tune(recipe, rows, output, run, relative_to=relative_to)
     if not run.quiet:
-        print_sweep(tuned.tried)
+        with read_as_far_as_wanted():  # the merge is still to come
+            print_sweep(tuned.tried)
     return tuned.recipe
 
 
@@ -91,7 +92,7 @@ def tell(result: MergeResult, *, verbose: bool, quiet: bool, as_json: bool) -> N
             from acemerge.cli.display import print_warnings
 
             print_warnings(said)
-    with telling_of(result.output):
+    with read_as_far_as_wanted(), telling_of(result.output):  # an upload may be still to come
         if as_json:
             print_json(_result_json(result))
         elif not quiet:

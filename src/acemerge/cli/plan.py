@@ -9,7 +9,7 @@ import typer
 
 from acemerge.cli.flags import AsJson, Models, RecipeFlags, only, with_flags, without
 from acemerge.cli.printing import print_json
-from acemerge.errors import PreflightError
+from acemerge.errors import PreflightError, printable
 from acemerge.recipe.run_options import RunOptions
 
 
@@ -47,7 +47,7 @@ def plan_command(
         print_json({**plan.to_json(), **({"stages": told} if told else {})})
     else:
         for name, stage in stages.items():
-            print(f"stage '{name}', made first:")
+            print(printable(f"stage '{name}', made first:"))
             print_plan(stage, verbose)
         if stages:
             print("the merge of these stages, planned with each stage's base in its place:")

@@ -9,6 +9,7 @@ import typer
 
 from acemerge.cli.flags import AsJson
 from acemerge.cli.printing import print_json
+from acemerge.errors import printable
 
 if TYPE_CHECKING:
     from acemerge.routing.index import Index
@@ -66,6 +67,6 @@ def _print_index(index: Index) -> None:
         counting = sorted(((w, other) for w, other in zip(weights, names, strict=True) if w > 0), reverse=True)
         shown = ", ".join(f"{other} {w:.2f}" for w, other in counting[:4]) + ", ..." * (len(counting) > 4)
         own = record.adapters[name].left_out
-        print(f"  {name}: {shown or 'the base alone'}" + (f"  (left out: {', '.join(own)})" if own else ""))
+        print(printable(f"  {name}: {shown or 'the base alone'}" + (f"  (left out: {', '.join(own)})" if own else "")))
     about = f"{len(names)} adapters, centroids of {index.centroids.shape[1]} numbers"
     print(f"{index.file}: {about}, beta {kernel.beta}, tau {kernel.tau}, top {kernel.top}")

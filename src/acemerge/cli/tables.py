@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -19,10 +18,9 @@ from acemerge.errors import printable
 
 
 class _PatientConsole(Console):
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Names are strangers': whatever a terminal would act on is shown instead."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Names are strangers': whatever a terminal would act on is shown instead, and every text is one line."""
+        return super().render_str(printable(text), **how)
 
     def on_broken_pipe(self) -> None:
         """A reader that has seen enough, such as `head`, is no failure."""
@@ -59,7 +57,7 @@ class TensorName:
     """In a cell: where it does not fit, it goes on behind a dot in the next line, and not in the middle of a word."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        name = self._name = printable(name)
         self._parts = re.findall(r"(?:\{[^}]*\}|[^.{])+\.?|[.{]", name)  # {0..5} stays whole
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

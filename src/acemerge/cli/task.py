@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from acemerge.errors import printable
+
 
 def task_command(
     merged: Annotated[Path, typer.Argument(help="A folder that `acemerge merge` wrote, with heads/ or tasks/ in it.")],
@@ -24,4 +26,4 @@ def task_command(
     from acemerge.output.task_models import export_expert
 
     export_expert(merged, expert, output, overwrite=overwrite)
-    print(f"{output}: the merged model for the task of '{expert}'")
+    print(printable(f"{output}: the merged model for the task of '{expert}'"))

@@ -31,4 +31,4 @@ def verify_command(
         for name in found.foreign:
             print(printable(f"note: {name} is not from acemerge"))
     if found.problems:
-        raise MergeError("\n".join([f"{output}: not what was written:", *(f"  - {problem}" for problem in found.problems)]))
+        raise MergeError(f"{output}: not what was written:", *(f"  - {problem}" for problem in found.problems))

@@ -82,10 +82,8 @@ def make_plans(
     for source, name in zip(sources.experts, sources.names[1:], strict=True):
         try:
             experts.append(_open_expert(_without_base(source, sources.base), name, base, recipe.preset))
-        except PreflightError as error:
-            problems.extend(error.problems)
         except InputError as error:
-            problems.append(str(error))
+            problems.extend(error.found)
     if problems:
         raise PreflightError(problems)
     if any(stand_ins):  # their tensors are what the stages' will be, their files are not

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from acemerge.calibration.models import quiet_transformers
-from acemerge.errors import first_line
+from acemerge.errors import disk_failed, first_line, printable
 from acemerge.planning.plan import Plan
 
 
@@ -22,9 +22,10 @@ def write_own_tokenizer(plan: Plan, folder: Path) -> None:
         )
         tokenizer.save_pretrained(folder)
     except Exception as error:  # transformers' converters fail in many ways; none is worth a merge
-        print(
+        if disk_failed(error):
+            raise
+        told = (
             f"warning: the output has no tokenizer: transformers cannot make it from {file.name} ({first_line(error)}); copy the "
-            "tokenizer's files of the float model into it",
-            file=sys.stderr,
-            flush=True,
+            "tokenizer's files of the float model into it"
         )
+        print(printable(told), file=sys.stderr, flush=True)

@@ -229,7 +229,7 @@ class Method:
             return self._validated(dict(given))
         except ValidationError as error:
             explained = dict.fromkeys(self._explain(dict(e), given) for e in error.errors())  # a union fails once per member
-            raise InputError("\n".join(explained)) from None
+            raise InputError(*explained) from None
 
     def _explain(self, error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         name = str(error["loc"][0])

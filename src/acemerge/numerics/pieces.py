@@ -21,7 +21,18 @@ Result = TypeVar("Result")
 
 _ENTRIES = 2**19  # of all task vectors of a piece: 2 MiB in float32; with fewer, Python takes longer than the arithmetic
 _RUN = 1024  # pieces are whole numbers of these, but for a tensor's last
+_BESIDES = 4  # the base's piece and a method's results, in pieces
 _PART = 2**20  # entries of a tensor that a thread takes at a time
+
+
+def entries_at_work(experts: int, elements: int, threads: int) -> int:
+    """Of a tensor that is merged so, with what a method makes of a piece besides, in all threads at once."""
+    at_once = min(threads, -(-elements // _PART))
+    return at_once * (experts + _BESIDES) * min(elements, _piece(experts))
+
+
+def _piece(experts: int) -> int:
+    return max(1, _ENTRIES // experts // _RUN) * _RUN
 
 
 @runtime_checkable
@@ -49,7 +60,7 @@ class Stored:
     @property
     def piece(self) -> int:
         """Entries of a piece."""
-        return max(1, _ENTRIES // len(self.experts) // _RUN) * _RUN
+        return _piece(len(self.experts))
 
     @property
     def dtype(self) -> torch.dtype:

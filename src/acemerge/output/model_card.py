@@ -106,7 +106,8 @@ def resolved_recipe(plan: Plan, sources: Sources, hashes: Hashes, stages: Mappin
         "inputs": {model: dict(files) for model, files in hashes.items()},
     }
     readable = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
-    return readable if printable(readable) == readable else yaml.safe_dump(resolved, sort_keys=False)
+    is_plain = all(printable(line) == line for line in readable.split("\n"))
+    return readable if is_plain else yaml.safe_dump(resolved, sort_keys=False)
 
 
 def public_names(sources: Sequence[Source]) -> list[str]:
@@ -169,7 +170,7 @@ _MARKS_OF_MARKDOWN = re.compile(r"([`*\[\]<>|&!#~]|(?<![^\W_])_|_(?![^\W_])|\\(?
 
 def _text(name: str) -> str:
     """What somebody called a folder, as plain text of Markdown: no HTML, no link, no picture."""
-    one_line = printable(name).replace("\n", " ").strip()
+    one_line = printable(name.replace("\n", " ")).strip()
     return _MARKS_OF_MARKDOWN.sub(r"\\\1", re.sub(r"^(\d*)([-+.)])", r"\1\\\2", one_line))
 
 
@@ -177,7 +178,7 @@ def _code(name: str) -> str:
     """The same of a file, in a cell of a table."""
     fence = "`" * (1 + _longest_run("`", name))
     room = " " if name.startswith("`") or name.endswith("`") else ""
-    return fence + room + printable(name).replace("\n", " ").replace("|", "\\|") + room + fence
+    return fence + room + printable(name.replace("\n", " ")).replace("|", "\\|") + room + fence
 
 
 def _longest_run(letter: str, text: str) -> int:

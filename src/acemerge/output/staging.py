@@ -176,15 +176,16 @@ def staged_output(
 
 
 def withdraw(output: Path) -> None:
-    """Remove a published output, and what a kill left of removing it: it is whole, or gone from its place at once."""
+    """Remove a published output, its lock and what a kill left of removing it: it is whole, or gone from its place at once."""
     partial = partial_folder(output)
-    if partial.exists():
-        _check_ours(partial, output)
-        shutil.rmtree(partial)
-    if output.exists():
-        _check_may_replace(output, overwrite=True)
-        output.rename(partial)
-        remove(partial, _STATE)
+    with locked(output):
+        if partial.exists():
+            _check_ours(partial, output)
+            shutil.rmtree(partial)
+        if output.exists():
+            _check_may_replace(output, overwrite=True)
+            output.rename(partial)
+            remove(partial, _STATE)
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def _check_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
     try:
         model = open_checkpoint(folder, folder.name, as_stored=True)
     except InputError as error:
-        yield str(error)
+        yield from error.found
         return
     recorded = {name for tensor in manifest.tensors for name in (tensor.name, tensor.scales) if name}
     for name in sorted(model.tensors.keys() ^ recorded):

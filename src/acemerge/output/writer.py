@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from torch import Tensor, uint8
 
 from acemerge.checkpoints.content_hash import RunningHash, file_hash
-from acemerge.checkpoints.tensor_header import SAFETENSORS_NAME, TensorHeader, element_size
+from acemerge.checkpoints.tensor_header import SAFETENSORS_NAME, TensorHeader, element_size, header_of
 from acemerge.errors import MergeError
 
 _COPIED_AT_ONCE = 2**23
@@ -40,6 +40,15 @@ def write_safetensors(
         if writing:
             writing.result()
         return file.finish()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of tensors that are all there; wide dtypes first, which keeps every tensor aligned in the file.
+
+    The library's own writer begins in a file beside, under a name of chance, which stays if the process is killed.
+    """
+    ordered = sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
+    write_safetensors(path, [(name, header_of(tensor)) for name, tensor in ordered], (tensor for _, tensor in ordered))
 
 
 class StreamedFile:

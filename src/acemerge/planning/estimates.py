@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from acemerge.methods import get_method
 from acemerge.numerics.low_rank import nearest_elements, nearest_flops
+from acemerge.numerics.pieces import entries_at_work
 from acemerge.planning.fates import Core, Merged
 from acemerge.planning.tensor import ComputedTensor, PlannedTensor, apart, core_shape, is_computed, matrix_shape
 
@@ -59,8 +60,13 @@ _OF_A_TENSOR = 13_000
 _OF_A_STORED_TENSOR = 1_700
 _COPIES_OF_A_NAME = 8
 _OF_A_MODEL = 500_000
-_OF_THREADS = 18_000_000
-"""Stacks and buffers of the threads that hash and write, and what the allocator keeps."""
+_OF_THREADS = 28_000_000
+"""Stacks and buffers of the threads that hash and write, and what the allocator keeps, which differs from run to run."""
+_THREADS = 4
+_LARGEST_KEPT = 2**25
+"""What is smaller, glibc may keep when it is no longer needed."""
+KEPT_OF_MADE = 4
+"""Times their size, of floats made of quantised tensors, which come and go between what stays: 3.5 measured with 2048 x 2048."""
 
 
 def account_bytes(planned: int, models: Sequence[Collection[str]]) -> int:
@@ -79,7 +85,7 @@ def account_bytes(planned: int, models: Sequence[Collection[str]]) -> int:
 def peak_memory(tensor: PlannedTensor) -> int:
     """Estimated bytes of this process's own memory while this tensor is merged. Of the inputs, only quantised ones need any."""
     before_rounding = tensor.output_header.nbytes if tensor.eight_bits else 0
-    return _merging_memory(tensor) + tensor.made_bytes + before_rounding
+    return _merging_memory(tensor) + KEPT_OF_MADE * (tensor.made_bytes + before_rounding)
 
 
 def _merging_memory(tensor: PlannedTensor) -> int:
@@ -89,7 +95,9 @@ def _merging_memory(tensor: PlannedTensor) -> int:
         return _peak_memory_in_core(tensor, tensor.fate.core)
     if tensor.fate.in_pieces:
         # One is merged while the one before is written.
-        return 2 * tensor.output_bytes + _lining_up(tensor) * sum(bool(source.rows) for source in tensor.experts)
+        at_work = entries_at_work(len(tensor.experts), tensor.header.elements, _THREADS) * _working_size(tensor)
+        kept = 2 * min(tensor.output_bytes, _LARGEST_KEPT)
+        return 2 * tensor.output_bytes + kept + at_work + _lining_up(tensor) * sum(bool(source.rows) for source in tensor.experts)
     matrices = apart(tensor)
     on_its_way = max(matrix.output_bytes for matrix in matrices) if tensor.fate.view.is_apart else 0
     return max(map(_working_memory, matrices)) + on_its_way + tensor.output_bytes + _lining_up(tensor)

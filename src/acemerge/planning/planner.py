@@ -586,7 +586,7 @@ def _miscounts(method: Method, options: Options, experts: int) -> list[str]:
     try:
         options.check(experts)
     except InputError as error:
-        found.append(str(error))
+        found.extend(error.found)
     return found
 
 

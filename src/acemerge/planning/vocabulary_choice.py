@@ -11,7 +11,7 @@ from acemerge.checkpoints.folder import Checkpoint
 from acemerge.checkpoints.tokenizer import TOKENIZER, chat_template, has_tokenizer, token_ids
 from acemerge.checkpoints.untrusted import read_bounded, shortened
 from acemerge.checkpoints.vocabulary_tensors import embedding_rows, vocabulary_axes
-from acemerge.errors import InputError, did_you_mean
+from acemerge.errors import InputError, did_you_mean, disk_failed
 from acemerge.planning.union_tokenizer import union_ids, union_problems
 from acemerge.planning.vocabulary import Difference, Ids, Vocabulary, difference
 from acemerge.planning.vocabulary_files import role_problems
@@ -26,7 +26,7 @@ def choose_vocabulary(
     try:
         choice.make()
     except InputError as error:
-        choice.problems.append(str(error))
+        choice.problems.extend(error.found)
     return choice
 
 
@@ -137,8 +137,8 @@ class VocabularyChoice:
         try:
             base_ids = token_ids(self.base.folder)
             return base_ids, tuple(self._read_expert(index, base_ids) for index in range(len(self.experts)))
-        except (InputError, OSError):
-            if self._asked:
+        except (InputError, OSError) as error:
+            if self._asked or disk_failed(error):
                 raise
             unlike = [expert.name for expert in self.experts if not self._has_same_file(expert)]
             self.notes.extend(map(_not_compared, unlike))
@@ -153,8 +153,8 @@ class VocabularyChoice:
             return base_ids
         try:
             ids = token_ids(expert.folder)
-        except (InputError, OSError):  # whose message would name a path of this machine in the manifest
-            if self._asked:
+        except (InputError, OSError) as error:  # whose message would name a path of this machine in the manifest
+            if self._asked or disk_failed(error):
                 raise
             self.notes.append(_not_compared(expert.name))
             self._unknown.add(index)
@@ -168,7 +168,9 @@ class VocabularyChoice:
         paths = [self.base.folder / TOKENIZER, expert.folder / TOKENIZER] if self.base.folder else []
         try:
             return all(path.is_file() for path in paths) and read_bounded(paths[0]) == read_bounded(paths[1])
-        except (InputError, OSError):
+        except (InputError, OSError) as error:
+            if disk_failed(error):
+                raise
             return False
 
     def _padded_otherwise(self) -> bool:
@@ -193,7 +195,9 @@ class VocabularyChoice:
             try:
                 if expert is not roles and roles.folder and expert.folder:
                     yield from _template_note(roles, expert, is_base=roles is self.base)
-            except (InputError, OSError):
+            except (InputError, OSError) as error:
+                if disk_failed(error):
+                    raise
                 yield _not_compared(expert.name)
 
     def _notes_without_rows(self, base_ids: Ids, expert_ids: Sequence[Ids]) -> Iterator[str]:

@@ -218,7 +218,7 @@ def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(_with_bases(fields))
     except ValidationError as error:
-        raise InputError("\n".join(_explain(origin, dict(e)) for e in error.errors())) from None
+        raise InputError(*(_explain(origin, dict(e)) for e in error.errors())) from None
 
 
 def _with_bases(fields: Any) -> Any:
@@ -293,8 +293,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        hint = f"\n{_QUOTE}" if "scanning an alias" in str(error) else ""
-        raise InputError(f"{path}: cannot be read as YAML: {str(error).replace(_NO_NAME, path.name)}{hint}") from None
+        told = f"{path}: cannot be read as YAML: {str(error).replace(_NO_NAME, path.name)}"
+        raise InputError(*told.splitlines(), *([_QUOTE] if "scanning an alias" in told else [])) from None
     if not isinstance(fields, dict):
         raise InputError(f"{path}: a recipe is a mapping with 'base' and 'experts'; found {type(fields).__name__}")
     return fields

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from acemerge.adapters.adapter import Adapter, is_adapter, open_adapter
@@ -26,7 +26,8 @@ from acemerge.checkpoints.families import choose_family, is_task_head
 from acemerge.checkpoints.folder import Checkpoint, open_checkpoint, read_json
 from acemerge.checkpoints.formats.registry import open_file
 from acemerge.checkpoints.source import Source, expand_home, resolve_source
-from acemerge.errors import InputError, PreflightError, did_you_mean, first_line
+from acemerge.checkpoints.untrusted import is_file_name
+from acemerge.errors import InputError, PreflightError, did_you_mean, disk_failed, first_line
 from acemerge.output.whole_files import check_writable, replace_file
 from acemerge.routing.weights import direction
 from acemerge.version import __version__
@@ -47,6 +48,12 @@ class Kernel(BaseModel):
     """Adapters that are merged for a query, at most."""
 
 
+def _beside(name: str) -> str:
+    if not is_file_name(name):
+        raise ValueError("not the name of a file in the model's folder")
+    return name
+
+
 class Place(BaseModel):
     """A model or adapter that the index points to."""
 
@@ -54,7 +61,7 @@ class Place(BaseModel):
 
     where: str
     """From the folder that the index is in, or the hub's id."""
-    files: dict[str, ContentHash]
+    files: dict[Annotated[str, AfterValidator(_beside)], ContentHash]
     left_out: list[str] = []
     """Tensors of an adapter that are its own and no change of the base's: the heads of its task."""
 
@@ -126,7 +133,7 @@ def write_index(
     )
     metadata = {_RECORD: record.model_dump_json()}
     with replace_file(output) as staged:
-        save_file({"centroids": vectors.float().contiguous()}, staged, metadata=metadata)
+        staged.write_bytes(save({"centroids": vectors.float().contiguous()}, metadata=metadata))
     return record
 
 
@@ -139,6 +146,10 @@ def read_index(file: Path) -> Index:
         with safe_open(file, framework="pt") as opened:
             record = Record.model_validate_json((opened.metadata() or {}).get(_RECORD, ""))
             centroids = opened.get_tensor("centroids")
+    except RuntimeError as error:  # torch's, of all that the system may refuse
+        if not disk_failed(error):
+            raise
+        raise InputError(f"{file}: cannot be read ({first_line(error)}); the disk fails, copy the file elsewhere") from None
     except (SafetensorError, ValidationError, OSError) as error:
         raise InputError(f"{file}: is no index that `acemerge route` wrote ({first_line(error)}); write it again") from None
     if centroids.dim() != 2 or len(centroids) != len(record.adapters) or not torch.isfinite(centroids).all():
@@ -150,7 +161,8 @@ def open_models(base: Source, adapters: Mapping[str, Source]) -> Opened:
     """By headers; all problems at once."""
     model = open_checkpoint(base.path, base.short_name)
     family = choose_family("auto", model.config, model.tensors)
-    opened, problems = {}, []
+    problems: list[str] = []
+    opened = {}
     for name, source in adapters.items():
         try:
             if not is_adapter(source.path):
@@ -158,7 +170,7 @@ def open_models(base: Source, adapters: Mapping[str, Source]) -> Opened:
             opened[name] = open_adapter(source.path, name, model, family)
             _check_changes(opened[name], model)
         except InputError as error:
-            problems.append(str(error))
+            problems.extend(error.found)
     if problems:
         raise PreflightError(problems)
     return Opened(model, opened)

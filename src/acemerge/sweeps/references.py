@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from acemerge.errors import InputError, first_line
+from acemerge.errors import InputError, disk_failed, first_line, printable
 from acemerge.execute.pipeline import Executor
 from acemerge.output.existing import holds_merge
 from acemerge.output.staging import withdraw
@@ -64,6 +64,8 @@ class References:
         try:
             plan = self.executor.scene.plans([recipe.model_copy(update=averaging)])[0]
         except InputError as error:
+            if disk_failed(error):
+                raise
             self._note("average", Reference(digest="", evaluation=None, failure=first_line(error)))
             return
         if any(point.method.name == "average" and point.options == plan.options for point in self.plans):
@@ -87,6 +89,8 @@ class References:
         try:
             scores = checked_scores(score(), f"the evaluation of {row}")
         except Exception as error:  # whatever a function or a command of the user's meets there: a row says so
+            if disk_failed(error):  # which is not the model's fault, and would be noted for good
+                raise
             told = f"{type(error).__name__}: {first_line(error)}"
             self._note(row, Reference(digest=digest, evaluation=evaluation, failure=told))
         else:
@@ -96,7 +100,7 @@ class References:
         self.table.references[row] = reference
         self.table.write(self.output)
         if reference.failure and not self.executor.scene.run.quiet:
-            print(f"reference {row}: not scored, {reference.failure}", file=sys.stderr, flush=True)
+            print(printable(f"reference {row}: not scored, {reference.failure}"), file=sys.stderr, flush=True)
 
 
 def score_references(references: References | None, recipe: Recipe) -> None:

@@ -117,12 +117,13 @@ class RowScores:
         """A folder with a file for each expert; all problems at once."""
         if not folder.is_dir():
             raise InputError(f"{no_folder(folder)}; give one with a file for each expert, <expert>.jsonl or .safetensors")
-        found, problems = [], []
+        problems: list[str] = []
+        found = []
         for expert in experts:
             try:
                 found.append(ExpertRows.open(folder, base, expert))
             except InputError as error:
-                problems.append(str(error))
+                problems.extend(error.found)
         if problems:
             raise PreflightError(problems)
         if len({rows.labels is None for rows in found}) > 1:

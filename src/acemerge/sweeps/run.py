@@ -16,7 +16,7 @@ from typing import Any
 from acemerge.calibration.needed import methods_using_data
 from acemerge.calibration.suite import Suite
 from acemerge.checkpoints.source import expand_home
-from acemerge.errors import InputError, PreflightError, did_you_mean
+from acemerge.errors import InputError, PreflightError, did_you_mean, printable
 from acemerge.execute.opening import note_kinship, set_scene
 from acemerge.execute.pipeline import Executor, check_run, open_engine, tell_kinship
 from acemerge.methods import get_method
@@ -262,7 +262,7 @@ class Sweep:
         told = ", ".join(f"{score} {value:.4g}" if value is not None else f"{score} nan" for score, value in scores.items())
         if not self.executor.scene.run.quiet:
             done = sum(map(self._is_scored, range(len(self.points))))
-            print(f"{done}/{self.total or len(self.points)} {name}: {told}", file=sys.stderr, flush=True)
+            print(printable(f"{done}/{self.total or len(self.points)} {name}: {told}"), file=sys.stderr, flush=True)
 
     def _remove_unless_kept(self, number: int) -> None:
         name = self.names[number]

@@ -21,6 +21,7 @@ from acemerge.checkpoints.content_hash import named_sha256
 from acemerge.checkpoints.folder import open_checkpoint
 from acemerge.errors import InputError
 from acemerge.output.whole_files import replace_file
+from acemerge.output.writer import write_tensors
 
 _TEXTS_AT_ONCE = 256
 
@@ -53,10 +54,8 @@ class ZeroShotHeads:
         """Computed once, then kept in the cache."""
         file = cache_folder() / "heads" / f"{prompts.task}-{self._digest(prompts)}.safetensors"
         if not file.is_file():
-            from safetensors.torch import save_file
-
             with replace_file(file) as staged:
-                save_file({"head": self._embed(prompts)}, staged)
+                write_tensors(staged, {"head": self._embed(prompts)})
         return open_checkpoint(file, prompts.task).read("head")
 
     def _digest(self, prompts: Prompts) -> str:

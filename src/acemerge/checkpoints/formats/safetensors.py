@@ -12,7 +12,7 @@ from acemerge.checkpoints.file_stamp import FileStamp
 from acemerge.checkpoints.formats.registry import Format, WeightsFile
 from acemerge.checkpoints.tensor_header import SAFETENSORS_DTYPES, TensorHeader
 from acemerge.checkpoints.untrusted import check_header_length, safetensors_header
-from acemerge.errors import InputError, first_line
+from acemerge.errors import InputError, disk_failed, first_line
 
 
 def _open(path: Path) -> WeightsFile:
@@ -26,7 +26,7 @@ def _open(path: Path) -> WeightsFile:
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({error}). Download or save it again.") from None
     except RuntimeError as error:  # torch's, of all that the system may refuse; too little memory is told by who asks for it
-        if "Input/output error" not in str(error):
+        if not disk_failed(error):
             raise
         raise InputError(f"{path}: cannot be read ({first_line(error)}); the disk fails, copy the file elsewhere") from None
     strange = next((name for name in names if header[name]["dtype"] not in SAFETENSORS_DTYPES), None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from acemerge.checkpoints.quantised.scaled import Block, scale_layout
+from acemerge.checkpoints.quantised.scaled import Block, scale_layout, spread
 from acemerge.checkpoints.quantised.weights import rows_at_once
 from acemerge.checkpoints.tensor_header import TensorHeader
 
@@ -84,8 +84,9 @@ def _divide(matrix: Tensor, scales: Tensor, out: Tensor, tall: int, wide: int) -
 
     rows, columns = matrix.shape
     most = torch.finfo(out.dtype).max
-    step = rows_at_once(columns)
+    step = min(rows, rows_at_once(columns))
+    floats = torch.empty(step, columns)
     for start in range(0, rows, step):
-        some = slice(start, start + step)
-        spread = scales[torch.arange(rows)[some] // tall].repeat_interleave(wide, dim=1)[:, :columns]
-        out[some] = (matrix[some].float() / spread).clamp(-most, most).to(out.dtype)
+        some = slice(start, min(start + step, rows))
+        of_rows = scales[torch.arange(rows)[some] // tall]
+        out[some] = floats[: len(of_rows)].copy_(matrix[some]).div_(spread(of_rows, wide, columns)).clamp_(-most, most)

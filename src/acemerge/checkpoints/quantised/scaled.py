@@ -59,18 +59,23 @@ def dequantise(weight: Tensor, scale: Tensor, zero: Tensor | None = None, *, blo
         each.float().reshape(layout.grid).expand(*stacked, *layout.grid[-2:]).reshape(-1, *layout.grid[-2:])
         for each in (scale, zero if zero is not None else torch.zeros_like(scale))
     ]
-    step = rows_at_once(columns)
+    step = min(rows, rows_at_once(columns))
+    floats = torch.empty(step, columns)  # used again and again: memory that comes and goes is what the allocator keeps most of
     for values, scales, zeros, out in zip(
         *(each.reshape(-1, *each.shape[-2:]) for each in (weight, *grids, result)), strict=True
     ):
         for start in range(0, rows, step):
-            some = slice(start, start + step)
+            some = slice(start, min(start + step, rows))
             of_rows = torch.arange(rows)[some] // layout.tall
-            wide_scales, wide_zeros = (
-                grid[of_rows].repeat_interleave(layout.wide, dim=1)[:, :columns] for grid in (scales, zeros)
-            )
-            out[some] = (values[some].float() - wide_zeros) * wide_scales
+            made = floats[: len(of_rows)].copy_(values[some])
+            made.sub_(spread(zeros[of_rows], layout.wide, columns)).mul_(spread(scales[of_rows], layout.wide, columns))
+            out[some] = made
     return result
+
+
+def spread(grid: Tensor, wide: int, columns: int) -> Tensor:
+    """A number for every column; one for all of a row is left to be so."""
+    return grid if grid.shape[1] == 1 else grid.repeat_interleave(wide, dim=1)[:, :columns]
 
 
 class Layout(NamedTuple):
