@@ -175,10 +175,10 @@ class _Conversion:
     # -- as a recipe
 
     def _translation(self) -> Translation:
-        method = self.fields["merge_method"]
-        found = translation_of(str(method))
+        method = str(self.fields["merge_method"])
+        found = translation_of(method)
         if found.base == "apart" and self.base is None:
-            others = "" if method in TRANSLATIONS else f", if it is one of ours; of mergekit's, {_near(str(method))}"
+            others = "" if method in TRANSLATIONS else f", if it is one of ours; of mergekit's, {_near(method)}"
             self.refuse(("merge_method",), f"method '{method}' needs a base_model{others}")
         return found
 
