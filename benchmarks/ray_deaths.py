@@ -11,6 +11,7 @@ no process of its cluster may outlive it for long. At last the same command, wit
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
 import shutil
@@ -31,7 +32,7 @@ from safetensors.torch import save_file
 
 SHARDS = 20
 VICTIMS = ("worker", "raylet", "head", "driver")
-ENDING_SECONDS = 60
+ENDING_SECONDS = 180
 """How long a cluster's processes may take to notice that they are alone."""
 _HEAD = ("gcs_server", "raylet", "ray/dashboard", "log_monitor", "runtime_env", "ray::")
 
@@ -48,6 +49,8 @@ class End:
     said: str
     output: str
     orphans: Sequence[str]
+    alone: float
+    """Seconds from the merge's end to that of the last process of its cluster."""
     again: str
 
     @property
@@ -85,11 +88,10 @@ def write_models(folder: Path, width: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One run's merge, and all processes that it starts; they are known by a variable of their environment."""
+    """One run's merge, and all processes that it starts."""
 
     models: Sequence[Path]
     output: Path
-    mark: str
     width: int
 
     def command(self, engine: str) -> list[str]:
@@ -101,20 +103,28 @@ class Cluster:
         ]  # fmt: skip
 
     def environment(self, place: Path) -> dict[str, str]:
-        """With the mark; Ray makes its files in a place of their own."""
-        more = {"RAY_DEATHS": self.mark, "RAY_TMPDIR": str(place), "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+        """Ray makes its files in a place of their own."""
+        more = {"RAY_TMPDIR": str(place), "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
         return {**{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}, **more}
 
     def processes(self) -> list[psutil.Process]:
-        """All that carry the mark, and live."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("RAY_DEATHS") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        """All that live of what was started here: whoever loses its parent becomes this process's child."""
+        return [process for process in psutil.Process().children(recursive=True) if lives(process)]
+
+
+def keep_orphans() -> None:
+    """Be the parent of every descendant that loses its own: by a mark in its environment none of Ray's agents is found."""
+    PR_SET_CHILD_SUBREAPER = 36
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def lives(process: psutil.Process) -> bool:
+    """A zombie does not, and who asks too late is told so."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def name_of(process: psutil.Process) -> str:
@@ -170,11 +180,13 @@ def run(cluster: Cluster, victim: str, after: int, pause: float, limit: float, w
         seconds = time.monotonic() - started
         errors.seek(0)
         said = ["", *errors.read().strip().splitlines()][-1]
+        ended = time.monotonic()
         orphans = left_over(cluster)
+        alone = time.monotonic() - ended
     if not found:
         return None
     output = "absent" if not cluster.output.exists() else "whole" if tree(cluster.output) == whole else "other bytes"
-    return End(victim, after, code, seconds, said, output, orphans, go_on(cluster, whole))
+    return End(victim, after, code, seconds, said, output, orphans, alone, go_on(cluster, whole))
 
 
 def left_over(cluster: Cluster) -> list[str]:
@@ -208,16 +220,17 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.3, help="seconds at most from a shard's end to the kill")
     parser.add_argument("--only", choices=VICTIMS, help="kill nothing else")
     given = parser.parse_args()
+    keep_orphans()
     choose, ends = random.Random(given.seed), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = write_models(folder / "models", given.width)
-        local = Cluster(models, folder / "local", "", given.width)
+        local = Cluster(models, folder / "local", given.width)
         subprocess.run(local.command("local"), check=True, capture_output=True)
         whole = tree(local.output)
         assert sum(file.endswith(".safetensors") for file in whole) == SHARDS
         for number in range(given.runs):
-            cluster = Cluster(models, folder / f"out-{number}", f"{os.getpid()}-{number}", given.width)
+            cluster = Cluster(models, folder / f"out-{number}", given.width)
             victim = given.only or VICTIMS[number % len(VICTIMS)]
             while True:
                 after, pause = choose.randrange(SHARDS), choose.uniform(0, given.pause)
@@ -228,7 +241,7 @@ def main() -> None:
             ends.append(end)
             print(
                 f"{number + 1}/{given.runs} {victim} after {end.after} shards: exit {end.code} {end.seconds:.1f} s later, output "
-                f"{end.output}; {'; '.join(end.problems) or 'as promised'} {end.said}",
+                f"{end.output}, its cluster {end.alone:.0f} s after; {'; '.join(end.problems) or 'as promised'} {end.said}",
                 flush=True,
             )
     report(ends)
@@ -243,9 +256,12 @@ def report(ends: Sequence[End]) -> None:
         counts = Counter("whole" if end.code == 0 else "killed itself" if end.code < 0 else f"exit {end.code}" for end in own)
         lines.append(
             [victim, len(own), ", ".join(f"{count} {how}" for how, count in sorted(counts.items())),
-             f"{max((end.seconds for end in own), default=0):.0f}", sum(len(end.problems) for end in own)]
+             f"{max((end.seconds for end in own), default=0):.0f}", f"{max((end.alone for end in own), default=0):.0f}",
+             sum(len(end.problems) for end in own)]
         )  # fmt: skip
-    print_table(["killed", "runs", "ended", "longest, s", "problems"], [list(map(str, line)) for line in lines])
+    print_table(
+        ["killed", "runs", "ended", "longest, s", "cluster after it, s", "problems"], [list(map(str, line)) for line in lines]
+    )
 
 
 if __name__ == "__main__":
