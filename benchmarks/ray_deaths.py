@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,8 @@ SHARDS = 20
 VICTIMS = ("worker", "raylet", "head", "driver")
 ENDING_SECONDS = 180
 """How long a cluster's processes may take to notice that they are alone."""
+_AGENT = re.compile(r"ray::\w+Agent\b")
+"""Ray's own, without which its raylet ends."""
 _HEAD = ("gcs_server", "raylet", "ray/dashboard", "log_monitor", "runtime_env", "ray::")
 
 
@@ -141,7 +144,7 @@ def victims(cluster: Cluster, victim: str, driver: int) -> list[psutil.Process]:
     if victim == "driver":
         return [psutil.Process(driver)]
     if victim == "worker":
-        return [process for process, name in named.items() if name.startswith("ray::")][:1]
+        return [process for process, name in named.items() if name.startswith("ray::") and not _AGENT.match(name)][:1]
     if victim == "raylet":
         return [process for process, name in named.items() if "/raylet/raylet" in name]
     return [process for process, name in named.items() if any(part in name for part in _HEAD)]
