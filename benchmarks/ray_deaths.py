@@ -11,7 +11,6 @@ no process of its cluster may outlive it for long. At last the same command, wit
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import random
 import re
@@ -110,16 +109,23 @@ class Cluster:
         more = {"RAY_TMPDIR": str(place), "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
         return {**{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}, **more}
 
-    def processes(self) -> list[psutil.Process]:
-        """All that live of what was started here: whoever loses its parent becomes this process's child."""
-        return [process for process in psutil.Process().children(recursive=True) if lives(process)]
+
+def of_cluster(place: Path) -> list[psutil.Process]:
+    """All that live of what was started with Ray's files in this place, by their environment or a log that they hold open.
+
+    Ray's agents overwrite their environment. To be the parent of all would keep workers alive: they end when theirs is process 1.
+    """
+    return [process for process in psutil.process_iter() if lives(process) and belongs_to(process, place)]
 
 
-def keep_orphans() -> None:
-    """Be the parent of every descendant that loses its own: by a mark in its environment none of Ray's agents is found."""
-    PR_SET_CHILD_SUBREAPER = 36
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
+def belongs_to(process: psutil.Process, place: Path) -> bool:
+    """Nobody else's: what may not be looked at is not ours."""
+    try:
+        if process.environ().get("RAY_TMPDIR") == str(place):
+            return True
+        return any(Path(file.path).is_relative_to(place) for file in process.open_files())
+    except psutil.Error:
+        return False
 
 
 def lives(process: psutil.Process) -> bool:
@@ -138,9 +144,9 @@ def name_of(process: psutil.Process) -> str:
         return ""
 
 
-def victims(cluster: Cluster, victim: str, driver: int) -> list[psutil.Process]:
+def victims(place: Path, victim: str, driver: int) -> list[psutil.Process]:
     """The processes to kill."""
-    named = {process: name_of(process) for process in cluster.processes() if process.pid != driver}
+    named = {process: name_of(process) for process in of_cluster(place) if process.pid != driver}
     if victim == "driver":
         return [psutil.Process(driver)]
     if victim == "worker":
@@ -172,7 +178,7 @@ def run(cluster: Cluster, victim: str, after: int, pause: float, limit: float, w
             time.sleep(0.002)
         time.sleep(pause)
         started = time.monotonic()
-        found = victims(cluster, victim, process.pid) if process.poll() is None else []
+        found = victims(Path(place), victim, process.pid) if process.poll() is None else []
         for chosen in found:
             chosen.kill()
         try:
@@ -184,7 +190,7 @@ def run(cluster: Cluster, victim: str, after: int, pause: float, limit: float, w
         errors.seek(0)
         said = ["", *errors.read().strip().splitlines()][-1]
         ended = time.monotonic()
-        orphans = left_over(cluster)
+        orphans = left_over(Path(place))
         alone = time.monotonic() - ended
     if not found:
         return None
@@ -192,10 +198,10 @@ def run(cluster: Cluster, victim: str, after: int, pause: float, limit: float, w
     return End(victim, after, code, seconds, said, output, orphans, alone, go_on(cluster, whole))
 
 
-def left_over(cluster: Cluster) -> list[str]:
+def left_over(place: Path) -> list[str]:
     """Processes of the cluster that do not end by themselves; ended here, so that they disturb nothing else."""
     deadline = time.monotonic() + ENDING_SECONDS
-    while (left := cluster.processes()) and time.monotonic() < deadline:
+    while (left := of_cluster(place)) and time.monotonic() < deadline:
         time.sleep(0.1)
     names = [name_of(process) for process in left]
     for process in left:
@@ -223,7 +229,6 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.3, help="seconds at most from a shard's end to the kill")
     parser.add_argument("--only", choices=VICTIMS, help="kill nothing else")
     given = parser.parse_args()
-    keep_orphans()
     choose, ends = random.Random(given.seed), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

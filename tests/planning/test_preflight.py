@@ -275,3 +275,11 @@ def test_hundreds_of_problems_do_not_fill_the_screen() -> None:
     assert lines[-1] == "  and 280 more, the first of them: problem 20"
     assert len(lines) == 22
     assert str(PreflightError(["one"])).splitlines()[1:] == ["  - one"]
+
+
+def test_a_model_is_given_with_one_adapter_at_most(tmp_path: Path) -> None:
+    """The first of two would be lost without a word."""
+    for name in ("base", "lora"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=r"base\+lora: no such file or folder"):
+        resolve_source("base+lora+lora", relative_to=tmp_path)

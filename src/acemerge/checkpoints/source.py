@@ -75,17 +75,27 @@ def expand_home(path: Path) -> Path:
 
 def resolve_source(given: str, *, relative_to: Path = Path(), offline: bool = False) -> Source:
     """Find a model: an existing path first, then MODEL+ADAPTER, then the hub (its cache only, when offline)."""
+    model, plus, adapter = given.rpartition("+")
+    if not plus or _look_up(given, relative_to)[1]:
+        return _one_model(given, relative_to, offline)
+    found, change = (_one_model(each, relative_to, offline) for each in (model, adapter))
+    return replace(found, given=given, adapter=change)
+
+
+def _look_up(given: str, relative_to: Path) -> tuple[Path, bool]:
+    """The path that it may be, and whether that is there."""
     path = relative_to / expand_home(Path(given))
     try:
-        exists = path.exists()
+        return path, path.exists()
     except OSError as error:
         raise InputError(f"{given}: cannot be looked up ({error.strerror})") from None
+
+
+def _one_model(given: str, relative_to: Path, offline: bool) -> Source:
+    """Without an adapter on it: a model can be given with one, not with several."""
+    path, exists = _look_up(given, relative_to)
     if exists:
         return _from_path(given, _readable(given, path))
-    model, plus, adapter = given.rpartition("+")
-    if plus:
-        found, change = (resolve_source(each, relative_to=relative_to, offline=offline) for each in (model, adapter))
-        return replace(found, given=given, adapter=change)
     match = _HUB_ID.fullmatch(given)
     in_a_folder_here = "/" in given and os.path.isdir(path.parent)
     if match is None or given.startswith((".", "/", "~")) or given.endswith(weight_suffixes()) or in_a_folder_here:

@@ -72,6 +72,11 @@ class TensorRecord(_Account):
         """Whatever else the method told of it. A file holds them among the other fields, and anybody may have written it."""
         return self.model_extra or {}
 
+    def told(self, fact: str) -> Any:
+        """A fact of any kind, as it can be shown; None if there is none of that name."""
+        value = self.facts.get(fact)
+        return None if type(value) is int and not _is_number(value) else value
+
     def number(self, fact: str) -> float | None:
         """A fact that is a number; None if there is none of that name."""
         value = self.facts.get(fact)

@@ -210,6 +210,10 @@ class Recipe(_Strict):
         return self
 
 
+_MOST_PROBLEMS = 20
+"""Told at once."""
+
+
 def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
     """A validated recipe, or one error that repeats the user's own words."""
     for name in fields:
@@ -218,7 +222,9 @@ def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(_with_bases(fields))
     except ValidationError as error:
-        raise InputError(*(_explain(origin, dict(e)) for e in error.errors())) from None
+        found = [_explain(origin, dict(each)) for each in error.errors()]
+        more = [f"{origin}: and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
+        raise InputError(*found[:_MOST_PROBLEMS], *more) from None
 
 
 def _with_bases(fields: Any) -> Any:

@@ -216,8 +216,7 @@ def _length(account: Manifest, expert: str, layer: int | None, place: Mapping[st
 def tensor_table(account: Manifest) -> Table:
     """A row for each tensor."""
     place = depths(tensor.name for tensor in account.tensors)
-    told = [tensor.to_json() for tensor in account.tensors]
-    facts = facts_told(told)
+    facts = facts_told([tensor.to_json() for tensor in account.tensors])
     columns = [
         Column("name", "tensor", "name in the base"),
         Column("kind", "kind", "kind of layer", choices=kinds_in_order(tensor.kind for tensor in account.tensors)),
@@ -225,7 +224,7 @@ def tensor_table(account: Manifest) -> Table:
         Column("shape", "shape", "as stored"),
         Column("fate", "fate", "what was done", choices=sorted({tensor.action for tensor in account.tensors})),
         Column("why", "by, or why", "the method, or the reason for not merging it"),
-        *(_fact_column(fact, meaning, [record.get(fact) for record in told]) for fact, meaning in facts.items()),
+        *(_fact_column(fact, meaning, [tensor.told(fact) for tensor in account.tensors]) for fact, meaning in facts.items()),
         Column("norm", "|M|", "length of the merged change", ".3g"),
         Column("ratio", "|M|/max|D|", "over that of the longest task vector", ".2f"),
         *(_ADAPTER_COLUMNS if account.saved_as == "adapter" else ()),
@@ -233,8 +232,7 @@ def tensor_table(account: Manifest) -> Table:
         Column("warnings", "warnings", "how many", ".0f"),
     ]  # fmt: skip
     records = [
-        {**{fact: record.get(fact) for fact in facts}, **_record(tensor, place[tensor.name])}
-        for tensor, record in zip(account.tensors, told, strict=True)
+        {**{fact: tensor.told(fact) for fact in facts}, **_record(tensor, place[tensor.name])} for tensor in account.tensors
     ]
     one_each = {column.key: column for column in columns}.values()  # a method may tell of a rank, which is not the one written
     filled = [column for column in one_each if any(record.get(column.key) not in (None, "") for record in records)]
