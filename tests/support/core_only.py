@@ -10,8 +10,8 @@ import sys
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
-# torch brings the first two, and every environment has the last.
-ALWAYS_THERE = {"jinja2", "markupsafe", "pip"}
+# torch brings the first two, rich the third, and every environment has the last.
+ALWAYS_THERE = {"jinja2", "markupsafe", "markdown_it", "pip"}
 
 
 def modules_of_the_extras() -> set[str]:
