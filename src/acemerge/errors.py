@@ -39,7 +39,7 @@ class MergeError(AcemergeError):
     """The merge started and could not be completed; no output folder was published."""
 
 
-_SHOWN = 20  # problems: a model of the wrong kind has one for each of its tensors
+MOST_SHOWN = 20  # problems: a model of the wrong kind has one for each of its tensors
 
 
 class PreflightError(InputError):
@@ -49,8 +49,8 @@ class PreflightError(InputError):
         self.problems = tuple(problems)
         count = len(self.problems)
         heading = "1 problem" if count == 1 else f"{count} problems"
-        shown = [f"  - {problem}" for problem in self.problems[:_SHOWN]]
-        more = [f"  and {count - _SHOWN} more, the first of them: {self.problems[_SHOWN]}"] if count > _SHOWN else []
+        shown = [f"  - {problem}" for problem in self.problems[:MOST_SHOWN]]
+        more = [f"  and {count - MOST_SHOWN} more, the first of them: {self.problems[MOST_SHOWN]}"] if count > MOST_SHOWN else []
         super().__init__(f"{heading} found before any work was done:", *shown, *more)
 
     @property

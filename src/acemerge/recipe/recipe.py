@@ -17,7 +17,7 @@ except ImportError:  # PyYAML without its part in C
 
 from acemerge.checkpoints.content_hash import ContentHash
 from acemerge.checkpoints.untrusted import read_bounded
-from acemerge.errors import InputError, did_you_mean
+from acemerge.errors import MOST_SHOWN, InputError, did_you_mean
 from acemerge.recipe.sizes import parse_size
 
 Fused = Literal["auto", "apart", "whole"]
@@ -210,10 +210,6 @@ class Recipe(_Strict):
         return self
 
 
-_MOST_PROBLEMS = 20
-"""Told at once."""
-
-
 def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
     """A validated recipe, or one error that repeats the user's own words."""
     for name in fields:
@@ -223,8 +219,8 @@ def make_recipe(fields: dict[str, Any], origin: str = "recipe") -> Recipe:
         return Recipe.model_validate(_with_bases(fields))
     except ValidationError as error:
         found = [_explain(origin, dict(each)) for each in error.errors()]
-        more = [f"{origin}: and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
-        raise InputError(*found[:_MOST_PROBLEMS], *more) from None
+        more = [f"{origin}: and {len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+        raise InputError(*found[:MOST_SHOWN], *more) from None
 
 
 def _with_bases(fields: Any) -> Any:
